@@ -1,0 +1,14 @@
+"""Imported once by the test fork server, so that workers start with torch and Megatron-Core in memory."""
+
+import os
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
+
+import megatron.core  # noqa: E402, F401
+import megatron.core.distributed  # noqa: E402, F401
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
+import megatron.core.optimizer  # noqa: E402, F401
+import megatron.core.pipeline_parallel.schedules  # noqa: E402, F401
+import torch  # noqa: E402, F401
