@@ -1,0 +1,305 @@
+"""Reads, checks and shows the configuration of a run.
+
+YAML and ``key=value`` overrides are merged by OmegaConf, then validated as a whole by pydantic. Every problem is
+reported at once, with the full key, the given value and what was expected. Relative paths inside a file are relative
+to the current directory, not to the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from mrlhf.config_schema import PPOConfig, RewardFunctionSource, RewardModelSource, Section
+from mrlhf.errors import ConfigError, join_problems
+from mrlhf.model_config import ModelConfig
+from mrlhf.planner import size_problems
+
+__all__ = [
+    "Option",
+    "PPOConfig",
+    "RewardFunctionSource",
+    "RewardModelSource",
+    "check_files",
+    "check_run",
+    "load_config",
+    "option_table",
+    "to_yaml",
+]
+
+
+class Option(NamedTuple):
+    """One key of the configuration, as shown by ``--help``."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> PPOConfig:
+    """Read a YAML file (None: start empty), apply ``key=value`` overrides, validate, fill in the derived paths.
+
+    Raises `ConfigError` naming the file and line of a syntax error, or every wrong key with its value.
+    """
+    merged = _read_yaml(Path(path)) if path is not None else OmegaConf.create({})
+    for override in overrides:
+        _apply_override(merged, override)
+    try:
+        data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{_origin(path)}: {_first_line(error)}") from None
+    return _fill_paths(_validate(data, _origin(path)))
+
+
+def to_yaml(config: PPOConfig) -> str:
+    """The configuration as YAML that `load_config` reads back unchanged."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def option_table(model: type[BaseModel] = PPOConfig) -> list[Option]:
+    """Every key with type, default and description, in the order of the tree; elements of lists as ``name[].key``."""
+    return list(_options(model, ""))
+
+
+def check_files(config: PPOConfig) -> None:
+    """Raise one `ConfigError` naming every file and folder of the configuration that is missing."""
+    problems = file_problems(config)
+    if problems:
+        raise ConfigError(join_problems("the configuration names files that cannot be used:", problems))
+
+
+def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConfig]) -> None:
+    """Raise one `ConfigError` with everything about layout, batches, lengths and models that does not fit together.
+
+    ``models`` maps roles (``actor``, ``critic``, ``reference``, ``reward``, ...) to architectures. Needs no process
+    group, so that each launch is refused before any exists.
+    """
+    problems = size_problems(
+        config.parallel.sizes(world_size),
+        models,
+        prompts_per_iteration=config.rollout.prompts_per_iteration,
+        rows_per_iteration=config.rows_per_iteration,
+        minibatch_size=config.ppo.minibatch_size,
+        micro_batch_size=config.ppo.micro_batch_size,
+        micro_batch_tokens=config.ppo.micro_batch_tokens,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.rollout.max_response_length,
+    )
+    if problems:
+        raise ConfigError(join_problems("these sizes cannot work together:", problems))
+
+
+def file_problems(config: PPOConfig) -> list[str]:
+    """What is missing on disk, one line per key; empty when all is there."""
+    folders = {"actor.path": config.actor.path, "critic.path": config.critic_path}
+    folders["reference.path"] = config.reference_path
+    for index, source in enumerate(config.reward.sources):
+        if isinstance(source, RewardModelSource):
+            folders[f"reward.sources[{index}].path"] = source.path
+    problems = []
+    for key, path in folders.items():
+        if not Path(path).is_dir():
+            problems.append(f"{key}: {path} is not a folder; expected a Hugging Face folder")
+        elif not (Path(path) / "config.json").is_file():
+            problems.append(f"{key}: {path} has no config.json; expected a Hugging Face folder")
+    files = {"data.prompts": config.data.prompts, "tokenizer.chat_template": config.tokenizer.chat_template}
+    problems += [f"{key}: {path} is not a file" for key, path in files.items() if path and not Path(path).is_file()]
+    if not Path(config.tokenizer_path).exists():
+        problems.append(f"tokenizer.path: {config.tokenizer_path} does not exist")
+    return problems
+
+
+def _origin(path: str | Path | None) -> str:
+    return "the overrides" if path is None else str(path)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; give the path of a YAML configuration") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give the path of a YAML configuration") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        begun = f" that begins in line {error.context_mark.line + 1}" if error.context_mark is not None else ""
+        detail = f"{error.context}{begun}; {error.problem}" if error.context else f"{error.problem}"
+        raise ConfigError(f"{where}: not valid YAML: {detail}") from None
+    except (OSError, UnicodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {_first_line(error)}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path}: expected a mapping of keys to values at the top, found a {_kind(loaded)}")
+    return loaded
+
+
+def _kind(value: object) -> str:
+    return "list" if isinstance(value, ListConfig | list) else type(value).__name__
+
+
+def _apply_override(config: DictConfig, override: str) -> None:
+    key, equals, value = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: expected key=value, such as ppo.epochs=2")
+    try:
+        parsed = OmegaConf.from_dotlist([f"value={value}"]).value if value else None
+        OmegaConf.update(config, key, parsed, merge=True, force_add=True)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {_first_line(error)}") from None
+    except (OmegaConfBaseException, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"override {override!r}: {_first_line(error)}") from None
+
+
+def _validate(data: Any, origin: str) -> PPOConfig:
+    try:
+        # JSON input, since pydantic's strict mode takes lists for tuples there and nowhere else.
+        return PPOConfig.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        problems = [line for details in error.errors() for line in _explain(details)]
+    raise ConfigError(join_problems(f"{origin}: the configuration is not valid:", problems))
+
+
+def _explain(error: ErrorDetails) -> list[str]:
+    key, parent = _locate(error["loc"])
+    if error["type"] == "extra_forbidden":
+        return [f"{key}: unknown key{_suggestion(key, parent)}"]
+    if error["type"] == "missing":
+        return _explain_missing(key, parent.model_fields.get(str(error["loc"][-1])) if parent else None)
+    if error["type"] == "value_error":
+        prefix = f"{key}: " if key else ""
+        return [prefix + line for line in str(error["ctx"]["error"]).splitlines()]
+    if error["type"] == "union_tag_invalid":
+        return [f"{key}.kind: given {error['ctx']['tag']!r}, expected one of {error['ctx']['expected_tags']}"]
+    if error["type"] == "union_tag_not_found":
+        return [f"{key}: given {error['input']!r}, expected a mapping with kind: model or kind: function"]
+    expected = error["msg"].replace("Input should be ", "", 1).replace("greater than or equal to", "at least")
+    expected = expected.replace("less than or equal to", "at most").replace("an object", "a mapping of keys to values")
+    return [f"{key or 'the configuration'}: given {error['input']!r}, expected {expected}"]
+
+
+def _explain_missing(key: str, field: FieldInfo | None) -> list[str]:
+    sections = _section_types(field.annotation) if field else ()
+    if len(sections) == 1:
+        inner = {f"{key}.{name}": inner for name, inner in sections[0].model_fields.items() if inner.is_required()}
+        return [line for name, inner_field in inner.items() for line in _explain_missing(name, inner_field)]
+    what = f" ({field.description})" if field and field.description else ""
+    return [f"{key}: required, but not given{what}"]
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+    """The dotted key of an error's location, and the section its last part should be a field of."""
+    section: type[BaseModel] | None = PPOConfig
+    parent: type[BaseModel] | None = PPOConfig
+    variants: tuple[type[Section], ...] = ()
+    key = ""
+    for part in loc:
+        chosen = next((v for v in variants if v.model_fields["kind"].default == part), None)
+        if chosen is not None and isinstance(part, str):
+            section, variants = chosen, ()
+            continue
+        parent = section
+        if isinstance(part, int):
+            key += f"[{part}]"
+            continue
+        key += f".{part}" if key else part
+        field = section.model_fields.get(part) if section else None
+        models = _section_types(field.annotation) if field else ()
+        section = models[0] if len(models) == 1 else None
+        variants = models if len(models) > 1 else ()
+    return key, parent
+
+
+def _suggestion(key: str, parent: type[BaseModel] | None) -> str:
+    prefix, _, leaf = key.rpartition(".")
+    names = list(parent.model_fields) if parent else []
+    near = difflib.get_close_matches(leaf, names, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?"
+    every = [option.name for option in option_table()]
+    same = [name for name in every if name.rpartition(".")[2] == leaf]
+    near = same or difflib.get_close_matches(key, every, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; the keys here are {', '.join(names)}" if names else ""
+
+
+def _fill_paths(config: PPOConfig) -> PPOConfig:
+    """The same configuration with the paths that follow from others written out."""
+    return config.model_copy(
+        update={
+            "critic": config.critic.model_copy(update={"path": config.critic_path}),
+            "reference": config.reference.model_copy(update={"path": config.reference_path}),
+            "tokenizer": config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
+        }
+    )
+
+
+def _section_types(annotation: Any) -> tuple[type[Section], ...]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    return tuple(found for part in get_args(annotation) for found in _section_types(part))
+
+
+def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
+    for name, field in model.model_fields.items():
+        full = f"{prefix}{name}"
+        sections = _section_types(field.annotation)
+        if len(sections) == 1:
+            yield from _options(sections[0], f"{full}.")
+            continue
+        yield Option(full, _type_name(field.annotation), _default_text(field), field.description or "")
+        seen: set[str] = set()
+        for section in sections:
+            for option in _options(section, f"{full}[]."):
+                if option.name.endswith("].kind"):
+                    option = option._replace(type="|".join(s.model_fields["kind"].default for s in sections))
+                    option = option._replace(default="required", description="what the source is")
+                if option.name not in seen:
+                    yield option
+                seen.add(option.name)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin is Literal:
+        return "|".join(str(arg) for arg in args)
+    if origin in (Union, UnionType):
+        named = dict.fromkeys(_type_name(arg) for arg in args)
+        return " or ".join(named)
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "mapping"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=False)
+    if value is PydanticUndefined:
+        return ""
+    if value is None or isinstance(value, bool | tuple):
+        return json.dumps(value)
+    return str(value)

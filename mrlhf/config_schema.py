@@ -1,0 +1,320 @@
+"""The tree of a run's configuration: every key with its type, its default and what it does.
+
+The objects are frozen and refuse unknown keys. Read one with `mrlhf.config.load_config`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mrlhf.planner import ParallelSizes
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+KLKind = Literal["k1", "k2", "k3", "abs"]
+Semantics = Literal["standard", "deepspeed_chat"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NaturalInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class ParallelConfig(Section):
+    """How one model is divided over ranks; what is left of the world is data parallel."""
+
+    tensor_model_parallel_size: PositiveInt = Field(1, description="ranks that share every layer (TP)")
+    pipeline_model_parallel_size: PositiveInt = Field(1, description="stages of consecutive layers (PP)")
+    virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
+        None, description="virtual stages on each pipeline rank (VPP), needs PP of at least 2"
+    )
+    context_parallel_size: PositiveInt = Field(1, description="ranks that share a sequence (CP); only 1 for now")
+    expert_model_parallel_size: PositiveInt = Field(1, description="ranks that share the experts (EP); only 1 for now")
+    sequence_parallel: bool = Field(
+        False, description="split norms and residuals along the sequence over TP; no effect at TP 1"
+    )
+
+    def sizes(self, world_size: int) -> ParallelSizes:
+        """The layout in a world of ``world_size`` ranks; nothing is checked here, see `mrlhf.planner.check_sizes`."""
+        return ParallelSizes(world_size=world_size, **self.model_dump())
+
+
+class PrecisionConfig(Section):
+    """Number formats."""
+
+    dtype: Dtype = Field("fp32", description="format of weights and activations; optimizer states stay in fp32")
+
+
+class ActorConfig(Section):
+    """The model that is trained to answer."""
+
+    path: str = Field(description="Hugging Face folder of the language model")
+    dropout: Fraction = Field(0.0, description="dropout of the actor's training passes only; 0 keeps the ratio exact")
+
+
+class CriticConfig(Section):
+    """The model that predicts the return of every token."""
+
+    path: str | None = Field(None, description="Hugging Face folder; null: the first reward model's, else the actor's")
+    head: Literal["auto", "loaded", "fresh"] = Field(
+        "auto", description="value head: the checkpoint's, a new one, or auto: the checkpoint's where it has one"
+    )
+
+
+class ReferenceConfig(Section):
+    """The frozen model that the actor must stay close to."""
+
+    path: str | None = Field(None, description="Hugging Face folder; null: the actor's")
+
+
+class RewardModelSource(Section):
+    """Scores from a one-label sequence classifier."""
+
+    kind: Literal["model"] = Field("model", description="a reward model")
+    path: str = Field(description="Hugging Face folder of a one-label sequence classifier")
+    weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
+
+
+class RewardFunctionSource(Section):
+    """Scores from a Python function ``target(prompts, responses, **meta) -> list[float]``."""
+
+    kind: Literal["function"] = Field("function", description="a Python function")
+    target: str = Field(description="package.module:callable", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
+
+
+RewardSource = Annotated[RewardModelSource | RewardFunctionSource, Field(discriminator="kind")]
+
+
+class RewardConfig(Section):
+    """Where scores come from: the weighted sum of the sources, normalised, penalised, then clipped (ppo.score_clip)."""
+
+    sources: tuple[RewardSource, ...] = Field(description="reward models and functions, at least one, summed")
+    normalize: bool = Field(False, description="divide scores by their running standard deviation, less their mean")
+    missing_eos_penalty: NonNegativeFloat | None = Field(
+        None, description="taken off the score of a response without an end token"
+    )
+
+    @model_validator(mode="after")
+    def _some_source(self) -> RewardConfig:
+        if not self.sources:
+            raise ValueError("sources is empty; give at least one {kind: model, path: ...} or {kind: function, ...}")
+        return self
+
+
+class TokenizerConfig(Section):
+    """Text to token ids and back."""
+
+    path: str | None = Field(None, description="Hugging Face folder or SentencePiece .model file; null: the actor's")
+    chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template")
+
+
+class DataConfig(Section):
+    """The prompts."""
+
+    prompts: str = Field(description="JSONL file, one prompt a line")
+    prompt_key: str = Field("prompt", min_length=1, description="field that holds the text or the chat messages")
+    max_prompt_length: PositiveInt = Field(512, description="longest prompt in tokens")
+    overlong: Literal["error", "drop", "keep_last"] = Field(
+        "error", description="longer prompts: refuse, leave out and count, or keep the last tokens"
+    )
+    skip_bad_lines: bool = Field(False, description="leave malformed lines out and count them")
+    shuffle: bool = Field(True, description="a new order of the prompts in every pass over the file")
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    prompts_per_iteration: PositiveInt = Field(description="prompts of one iteration, over all ranks")
+    samples_per_prompt: PositiveInt = Field(1, description="responses to each prompt")
+    max_response_length: PositiveInt = Field(description="longest response in tokens")
+    temperature: NonNegativeFloat = Field(1.0, description="softmax temperature, also of all log-probs; 0 is greedy")
+    top_k: NaturalInt = Field(0, description="sample from the k likeliest tokens only; 0: from all")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this mass")
+    batch_size: PositiveInt = Field(32, description="rows that one data-parallel rank generates at once")
+    stop_token_ids: tuple[NaturalInt, ...] = Field((), description="ids that end a response, besides the model's own")
+
+
+class PPOAlgorithmConfig(Section):
+    """The PPO update."""
+
+    epochs: PositiveInt = Field(1, description="passes over each iteration's rows")
+    minibatch_size: PositiveInt = Field(description="rows of one optimizer step, over all ranks")
+    micro_batch_size: PositiveInt = Field(1, description="rows of one forward and backward pass on one rank")
+    micro_batch_tokens: PositiveInt | None = Field(
+        None, description="padded tokens of one forward and backward pass, instead of a number of rows"
+    )
+    shuffle: bool = Field(True, description="a new order of the rows in every epoch")
+    kl_coef: NonNegativeFloat = Field(0.1, description="weight of the KL penalty inside the reward")
+    kl_kind: KLKind = Field("k1", description="estimator of that KL")
+    score_clip: PositiveFloat = Field(5.0, description="scores are clamped to plus and minus this")
+    clip_eps: PositiveFloat = Field(0.2, description="the ratio is clipped to 1 plus and minus this")
+    value_clip: PositiveFloat = Field(0.2, description="values are clipped to the old ones plus and minus this")
+    gamma: Fraction = Field(1.0, description="discount of later rewards")
+    gae_lambda: Fraction = Field(0.95, description="discount of later temporal differences")
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
+        None, description="bound on the loss of tokens with negative advantage, as a ratio"
+    )
+    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
+    kl_loss_coef: NonNegativeFloat = Field(0.0, description="weight of the KL as a term of the loss")
+    kl_loss_kind: KLKind = Field("k3", description="estimator of that KL")
+    whiten_advantages: bool = Field(False, description="advantages of mean 0 and variance 1 over all ranks")
+    whiten_rewards: bool = Field(False, description="rewards of variance 1 over all ranks, mean kept")
+    bootstrap_truncated: bool = Field(False, description="value after the last token of a response cut off by length")
+    log_entropy: bool = Field(False, description="log the entropy also when entropy_coef is 0")
+    ds_group_size: PositiveInt | None = Field(
+        None, description="deepspeed_chat only: rows whose token mean is taken; null: minibatch_size / DP"
+    )
+
+
+class InferenceConfig(Section):
+    """The passes without gradient: log-probs, values and scores of the sampled rows."""
+
+    micro_batch_size: PositiveInt = Field(8, description="rows of one forward pass on one rank")
+    micro_batch_tokens: PositiveInt | None = Field(
+        None, description="padded tokens of one forward pass, instead of a number of rows"
+    )
+
+
+class AdamConfig(Section):
+    """AdamW and its learning rate schedule; the rate changes once per iteration."""
+
+    lr: NonNegativeFloat = Field(1e-6, description="highest learning rate")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of a linear or cosine schedule")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="course after the warm-up")
+    warmup_iterations: NaturalInt = Field(0, description="iterations over which the rate rises from 0")
+    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled decay of matrices; biases and norms have none")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the mean of gradients")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the mean of squared gradients")
+    eps: PositiveFloat = Field(1e-8, description="added to the root of the mean square")
+    clip_grad: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0: no clipping")
+
+    @model_validator(mode="after")
+    def _order_of_rates(self) -> AdamConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is over lr {self.lr}; lower min_lr or raise lr")
+        return self
+
+
+class CriticAdamConfig(AdamConfig):
+    """As for the actor, with a higher learning rate."""
+
+    lr: NonNegativeFloat = Field(5e-6, description="highest learning rate")
+
+
+class OptimizerConfig(Section):
+    """The two optimizers."""
+
+    actor: AdamConfig = Field(default_factory=AdamConfig, description="the actor's optimizer")
+    critic: CriticAdamConfig = Field(default_factory=CriticAdamConfig, description="the critic's optimizer")
+    distributed: bool = Field(False, description="divide optimizer states over data-parallel ranks")
+
+
+class TrainerConfig(Section):
+    """Length and output of the run."""
+
+    iterations: PositiveInt = Field(description="rollouts, each followed by its updates")
+    output_dir: str = Field("runs/ppo", min_length=1, description="folder for metrics, samples and exported models")
+    export: bool = Field(True, description="write actor and critic as Hugging Face folders at the end")
+    tensorboard: bool = Field(True, description="write TensorBoard events beside metrics.jsonl")
+    wandb: bool = Field(False, description="log to Weights & Biases, where installed")
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        "auto", description="display on rank 0; auto: rich in a terminal, else one plain line per iteration"
+    )
+    sample_interval: NaturalInt = Field(10, description="iterations between sample tables; 0: none")
+
+
+class LaunchConfig(Section):
+    """How ranks talk to each other."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where CUDA is present, else gloo")
+    timeout_minutes: PositiveFloat = Field(60.0, description="longest wait in any collective of any group")
+
+
+class PPOConfig(Section):
+    """Everything that defines a PPO run."""
+
+    seed: NaturalInt = Field(0, description="seed of sampling, shuffling, dropout and fresh heads")
+    semantics: Semantics = Field("standard", description="conventions of masks, shaping and loss mean")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number formats")
+    actor: ActorConfig = Field(description="the trained model")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="the value model")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="the frozen start")
+    reward: RewardConfig = Field(description="the scores")
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="text and token ids")
+    data: DataConfig = Field(description="the prompts")
+    rollout: RolloutConfig = Field(description="sampling")
+    ppo: PPOAlgorithmConfig = Field(description="the update")
+    inference: InferenceConfig = Field(default_factory=InferenceConfig, description="passes without gradient")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the two optimizers")
+    trainer: TrainerConfig = Field(description="length and output")
+    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="communication")
+
+    @property
+    def rows_per_iteration(self) -> int:
+        """Sequences of one iteration over all ranks."""
+        return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
+
+    @property
+    def reward_model_paths(self) -> tuple[str, ...]:
+        """Folders of the reward models, in the order of ``reward.sources``."""
+        return tuple(source.path for source in self.reward.sources if isinstance(source, RewardModelSource))
+
+    @property
+    def critic_path(self) -> str:
+        """The folder that the critic starts from."""
+        return self.critic.path or next(iter(self.reward_model_paths), self.actor.path)
+
+    @property
+    def reference_path(self) -> str:
+        """The folder of the reference."""
+        return self.reference.path or self.actor.path
+
+    @property
+    def tokenizer_path(self) -> str:
+        """The folder or file of the tokenizer."""
+        return self.tokenizer.path or self.actor.path
+
+    @property
+    def metrics_path(self) -> Path:
+        """The JSONL file with one object per iteration."""
+        return Path(self.trainer.output_dir) / "metrics.jsonl"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PPOConfig:
+        problems = []
+        group = self.ppo.ds_group_size
+        if self.semantics == "deepspeed_chat":
+            if self.ppo.whiten_advantages:
+                problems.append("ppo.whiten_advantages must be false: semantics deepspeed_chat never whitens them")
+            if group is not None and self.ppo.minibatch_size % group:
+                problems.append(
+                    f"ppo.minibatch_size {self.ppo.minibatch_size} is not a multiple of ppo.ds_group_size {group}"
+                )
+        elif group is not None:
+            problems.append(f"ppo.ds_group_size {group} has a meaning only with semantics=deepspeed_chat")
+        for role, adam in (("actor", self.optimizer.actor), ("critic", self.optimizer.critic)):
+            if adam.warmup_iterations > self.trainer.iterations:
+                problems.append(
+                    f"optimizer.{role}.warmup_iterations {adam.warmup_iterations} are over "
+                    f"trainer.iterations {self.trainer.iterations}"
+                )
+        if self.rollout.temperature == 0 and self.rollout.samples_per_prompt > 1:
+            problems.append(
+                f"rollout.samples_per_prompt {self.rollout.samples_per_prompt} would be copies of one greedy response; "
+                "raise rollout.temperature above 0, or sample once"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
