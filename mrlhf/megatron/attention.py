@@ -1,0 +1,195 @@
+"""Attention of the local layer spec, and the hook through which generation keeps keys and values.
+
+`SDPAttention` is the core attention for machines without Transformer Engine: torch's fused kernel, no score matrix, no
+mask tensor. `CachedSelfAttention` is Megatron's self-attention that, when a `CacheContext` comes along, reads and
+writes a key-value cache; without one it is Megatron's own, unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from megatron.core.inference.contexts.base_context import BaseInferenceContext
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SDPAttention(torch.nn.Module):
+    """Causal attention by ``torch.nn.functional.scaled_dot_product_attention``, grouped queries included.
+
+    Takes the arguments of Megatron's ``DotProductAttention`` and stands in its place in a layer spec.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError("SDPAttention does not support context_parallel_size > 1")
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend causally.
+
+        Args:
+            query: ``[s, b, heads / TP, head_dim]``.
+            key: ``[s, b, kv_heads / TP, head_dim]``.
+            value: like ``key``.
+            attention_mask: not used; rows are right-padded, so the causal order hides the padding.
+            attn_mask_type: not used.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            ``[s, b, heads / TP * head_dim]``.
+
+        Raises:
+            ValueError: a bias or packed rows are given.
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ValueError("SDPAttention takes no attention bias and no packed rows")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.training and self.dropout > 0:
+            with get_cuda_rng_tracker().fork():
+                out = self._attend(q, k, v, self.dropout)
+        else:
+            out = self._attend(q, k, v, 0.0)
+        s, b = query.shape[:2]
+        return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=self.softmax_scale, enable_gqa=k.size(1) != q.size(1)
+        )
+
+
+class LayerCache(Protocol):
+    """What the attention needs of a key-value cache: the tensors of one layer."""
+
+    def layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer (global, from 1), each ``[slots, length, kv_heads / TP, head_dim]``."""
+
+
+class CacheContext(BaseInferenceContext):
+    """One pass of the actor over packed tokens that extend sequences in a key-value cache.
+
+    The ``T`` tokens of all sequences lie one after the other in the sequence dimension of a batch of one, so that no
+    padding is computed and sequence parallelism can split them. Token ``i`` is at position ``positions[i]`` of the
+    sequence in slot ``slots[i]``.
+    """
+
+    def __init__(
+        self,
+        cache: LayerCache,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        max_sequence_length: int,
+        segments: Sequence[tuple[int, int]] | None,
+        rows: slice | None = None,
+    ) -> None:
+        """Describe the pass.
+
+        Args:
+            cache: the cache of this stage's layers.
+            slots: ``[T]`` int64.
+            positions: ``[T]`` int64.
+            max_sequence_length: length of the rotary table; positions are below it.
+            segments: prefill: ``(start, end)`` of every whole prompt among the tokens, each from position 0.
+                None for a decoding step, where every token belongs to another slot.
+            rows: decoding step: the slots as a contiguous range (the cache is then read in place, not copied).
+        """
+        super().__init__(materialize_only_last_token_logits=False)
+        self.cache = cache
+        self.slots = slots
+        self.positions = positions
+        self.max_sequence_length = max_sequence_length
+        self.segments = segments
+        self.rows = rows
+        self.longest = 0 if segments is not None else int(positions.max()) + 1
+
+    def is_static_batching(self) -> bool:
+        """Always; Megatron's dynamic batching needs flash-attention."""
+        return True
+
+    def is_decode_only(self) -> bool:
+        """Never; Megatron's own decode path is not used."""
+        return False
+
+
+class CachedSelfAttention(SelfAttention):
+    """Megatron's self-attention with a key-value cache for generation."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """As Megatron's; with ``inference_context`` a `CacheContext`, ``hidden_states`` is ``[T (/ TP), 1, h]``."""
+        context = kwargs.get("inference_context")
+        if context is None:
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        query, key, value = self.get_query_key_value_tensors(hidden_states, None)[:3]
+        rotary = kwargs.get("rotary_pos_emb")
+        if rotary is not None:
+            table = rotary[0] if isinstance(rotary, tuple) else rotary
+            table = table[context.positions]
+            query = apply_rotary_pos_emb(query, table, config=self.config, cp_group=self.pg_collection.cp)
+            key = apply_rotary_pos_emb(key, table, config=self.config, cp_group=self.pg_collection.cp)
+        keys, values = context.cache.layer(self.layer_number)
+        keys[context.slots, context.positions] = key.squeeze(1).to(keys.dtype)
+        values[context.slots, context.positions] = value.squeeze(1).to(values.dtype)
+        if context.segments is None:
+            out = _decode(query.squeeze(1), keys, values, context, self.config.softmax_scale)
+        else:
+            out = _prefill(query.squeeze(1), key.squeeze(1), value.squeeze(1), context, self.config.softmax_scale)
+        return self.linear_proj(out.reshape(out.size(0), 1, -1))
+
+
+def _prefill(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: CacheContext, scale: float | None
+) -> torch.Tensor:
+    """Causal attention inside every packed prompt; ``[T, heads, d]`` each."""
+    out = torch.empty_like(query)
+    for start, end in context.segments or ():
+        q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        part = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.size(1) != q.size(1))
+        out[start:end] = part.squeeze(0).transpose(0, 1)
+    return out
+
+
+def _decode(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: CacheContext, scale: float | None
+) -> torch.Tensor:
+    """One token per slot against its cached keys.
+
+    The query heads of a group are laid out as query positions of their one key head, so that neither keys nor values
+    are repeated.
+    """
+    rows = context.rows if context.rows is not None else context.slots
+    k = keys[rows, : context.longest].transpose(1, 2)
+    v = values[rows, : context.longest].transpose(1, 2)
+    tokens, heads, dim = query.shape
+    q = query.view(tokens, k.size(1), heads // k.size(1), dim)
+    reach = torch.arange(context.longest, device=query.device)[None, :] <= context.positions[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=reach[:, None, None, :], scale=scale)
+    return out.reshape(tokens, heads, dim)

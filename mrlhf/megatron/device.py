@@ -1,0 +1,230 @@
+"""The only place that knows CUDA may be missing.
+
+Megatron-Core names CUDA in tensor factories (``device="cuda"``, ``torch.cuda.current_device()``) and in a few type-string
+checks. On a machine without CUDA `install` gives a fixed list of its modules a ``torch`` attribute that is a copy of
+torch's namespace in which those factories and ``torch.cuda`` mean the CPU. Ordinary tensor operations are not touched
+(a global TorchFunctionMode would add about 20% to a small training step). On CUDA `install` changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mrlhf.errors import MrlhfError
+
+SUPPORTED = ((0, 16, 1), (0, 20, 0))
+"""Half-open range of Megatron-Core versions that this module was written for."""
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+
+_MODULES = (
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "distributed.param_and_grad_buffer",
+    "distributed.distributed_data_parallel",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.language_module.language_module",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "rerun_state_machine",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "transformer.utils",
+    "utils",
+)
+
+_TYPE_CHECKED = (
+    ("optimizer.optimizer", "Float16OptimizerWithFloat16Params", "__init__"),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer", "__init__"),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer", "_build_model_and_main_param_groups"),
+    ("optimizer.clip_grads", None, "clip_grad_by_total_norm_fp32"),
+    ("optimizer.optimizer", None, "clip_grad_by_total_norm_fp32"),
+)
+
+
+def has_cuda() -> bool:
+    """Whether this process computes on CUDA."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process: the current CUDA device, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def megatron_version() -> tuple[int, int, int]:
+    """The installed Megatron-Core's version.
+
+    Raises:
+        MrlhfError: it is outside `SUPPORTED`, so that nobody trains on an interface that was never tried.
+    """
+    from megatron.core import __version__
+
+    parts = [int(p) for p in re.findall(r"\d+", __version__)[:3]]
+    version = (parts + [0, 0, 0])[:3]
+    found = (version[0], version[1], version[2])
+    if not SUPPORTED[0] <= found < SUPPORTED[1]:
+        low, high = (".".join(map(str, v)) for v in SUPPORTED)
+        raise MrlhfError(f"megatron-core {__version__} is installed; mrlhf works with >={low},<{high}")
+    return found
+
+
+def install() -> None:
+    """Make Megatron-Core usable on this machine; called once by the launcher. Does nothing where CUDA is present.
+
+    Raises:
+        MrlhfError: the installed Megatron-Core is of an unknown version.
+    """
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
+    warnings.filterwarnings("ignore", message=r".*Apex is not installed.*")
+    megatron_version()
+    if has_cuda():
+        return
+    proxy = _cpu_torch()
+    for name in _MODULES:
+        module = importlib.import_module(f"megatron.core.{name}")
+        if getattr(module, "torch", None) is torch:
+            module.torch = proxy  # type: ignore[attr-defined]
+    _redirect_rng()
+    for module_name, class_name, attribute in _TYPE_CHECKED:
+        owner: Any = importlib.import_module(f"megatron.core.{module_name}")
+        if class_name is not None:
+            owner = getattr(owner, class_name)
+        function = getattr(owner, attribute)
+        if not hasattr(function, "__wrapped__"):
+            setattr(owner, attribute, _with_cuda_type_names(function))
+    torch.Tensor.cuda = _same_tensor  # type: ignore[method-assign, assignment]
+
+
+def seed_rng_tracker(seed: int, tp_rank: int) -> None:
+    """Seed Megatron's RNG states (dropout; sequence parallelism enters them even without dropout).
+
+    Args:
+        seed: one number for the run, the same on every rank.
+        tp_rank: this rank's place in its tensor group.
+    """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True)
+
+
+def _same_tensor(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
+
+
+def _to_cpu(value: Any) -> Any:
+    if value is None or isinstance(value, int):
+        return "cpu" if isinstance(value, int) else None
+    return "cpu" if str(value).startswith("cuda") else value
+
+
+def _factory(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+class _NoStream:
+    """Stands in for ``torch.cuda.Stream`` and ``Event``: on the CPU every operation is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def _copy_namespace(module: types.ModuleType) -> types.ModuleType:
+    copy = types.ModuleType(module.__name__)
+    copy.__dict__.update(module.__dict__)
+    # Attributes that torch makes on first use are not in its __dict__.
+    copy.__dict__["__getattr__"] = lambda name: getattr(module, name)
+    return copy
+
+
+def _cpu_torch() -> types.ModuleType:
+    cpu: Any = _copy_namespace(torch)
+    for name in _FACTORIES:
+        setattr(cpu, name, _factory(getattr(torch, name)))
+    cuda: Any = _copy_namespace(torch.cuda)
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.stream = cuda.current_stream = cuda.default_stream = _NoStream
+    cpu.cuda = cuda
+    return cpu
+
+
+def _redirect_rng() -> None:
+    """Let Megatron's tracker keep the CPU generator's states.
+
+    Its `fork` compares the CPU state before and after, and warns when "GPU" work changed it. Here the two are one
+    generator, so that module sees a constant CPU state.
+    """
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    constant = torch.zeros(1)
+    proxy: Any = _cpu_torch()
+    proxy.get_rng_state = lambda: constant
+    proxy.set_rng_state = lambda *_: None
+    random.torch = proxy
+
+
+_CUDA_TYPE_NAMES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run ``function`` while ``Tensor.type()`` answers with the names of CUDA tensors, which it compares with."""
+    original = torch.Tensor.type
+
+    def cuda_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(tensor, dtype, **kwargs)
+        name = original(tensor)
+        return _CUDA_TYPE_NAMES.get(name, name)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        torch.Tensor.type = cuda_type  # type: ignore[method-assign, assignment]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.Tensor.type = original  # type: ignore[method-assign]
+
+    return wrapper

@@ -1,0 +1,102 @@
+"""Which parts a layer is made of, decided in one place.
+
+Transformer Engine's modules are used where it can be imported **and** CUDA is present (with Transformer Engine but
+without CUDA its kernels cannot run); otherwise Megatron's own layers with our attention and norms, and Apex's fused
+LayerNorm where NVIDIA's Apex is installed and CUDA is present.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mrlhf.megatron import device
+from mrlhf.megatron.attention import CachedSelfAttention, SDPAttention
+from mrlhf.megatron.norms import TorchNorm
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The chosen implementations."""
+
+    layers: Literal["transformer_engine", "local"]
+    attention: Literal["transformer_engine", "sdpa"]
+    norm: Literal["transformer_engine", "apex", "torch"]
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return f"layers: {self.layers}, attention: {self.attention}, norm: {self.norm}"
+
+
+def has_apex() -> bool:
+    """Whether NVIDIA's Apex is installed; the unrelated PyPI package of that name has no ``normalization``."""
+    return (
+        importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.normalization") is not None
+    )
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine for PyTorch can be found."""
+    return (
+        importlib.util.find_spec("transformer_engine") is not None
+        and importlib.util.find_spec("transformer_engine.pytorch") is not None
+    )
+
+
+def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool, rms_norm: bool) -> Parts:
+    """Decide from what is there; pure, so that every combination is tested without the packages.
+
+    Apex's fused norm in Megatron-Core is a LayerNorm, so RMSNorm models take torch's.
+    """
+    if cuda and transformer_engine:
+        return Parts("transformer_engine", "transformer_engine", "transformer_engine")
+    return Parts("local", "sdpa", "apex" if cuda and apex and not rms_norm else "torch")
+
+
+def available_parts(rms_norm: bool) -> Parts:
+    """`choose_parts` for this machine."""
+    return choose_parts(
+        cuda=device.has_cuda(), transformer_engine=has_transformer_engine(), apex=has_apex(), rms_norm=rms_norm
+    )
+
+
+def block_spec(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one stage, each with `CachedSelfAttention`, and its final norm."""
+    parts = available_parts(config.normalization == "RMSNorm")
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    if parts.layers == "transformer_engine":
+        layer = get_gpt_layer_with_transformer_engine_spec()
+        norm = _te_norm()
+    else:
+        layer = get_gpt_layer_local_spec(normalization=config.normalization)
+        norm = _apex_norm() if parts.norm == "apex" else TorchNorm
+        layer.submodules.input_layernorm = norm
+        layer.submodules.pre_mlp_layernorm = norm
+        layer.submodules.self_attention.submodules.core_attention = SDPAttention
+    attention: ModuleSpec = layer.submodules.self_attention
+    attention.module = CachedSelfAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def _te_norm() -> Callable[..., Any]:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    norm: Callable[..., Any] = TENorm
+    return norm
+
+
+def _apex_norm() -> Callable[..., Any]:
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+    norm: Callable[..., Any] = FusedLayerNorm
+    return norm
