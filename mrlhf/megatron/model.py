@@ -157,6 +157,7 @@ def build_model(
     dropout: float = 0.0,
     initialize: bool = False,
     trainable: bool = True,
+    value_bias: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's stages, on its device, in evaluation mode.
 
@@ -170,6 +171,7 @@ def build_model(
         initialize: fill the weights by the configuration's initialisation; otherwise they are **undefined** until
             a checkpoint is loaded.
         trainable: whether parameters require gradients.
+        value_bias: whether a value head has a bias.
 
     Returns:
         One stage, or one for each virtual pipeline stage in order.
@@ -182,6 +184,8 @@ def build_model(
         first = pp_rank == 0 and stage == 0
         last = pp_rank == pp_size - 1 and stage == (virtual or 1) - 1
         chunk = _build_stage(model, config, groups, head, first, last, stage if virtual else None)
+        if last:
+            _replace_head(chunk, model, config, groups, head, value_bias)
         chunk.requires_grad_(trainable)
         chunks.append(chunk.to(device.device()).eval())
     return chunks
@@ -215,8 +219,6 @@ def _build_stage(
     stage.rotary_pos_emb.inv_freq = inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling).to(
         device.device()
     )
-    if last:
-        _replace_head(stage, model, config, groups, head, skip_weight=first and tied)
     return stage
 
 
@@ -226,13 +228,13 @@ def _replace_head(
     config: TransformerConfig,
     groups: ProcessGroupCollection,
     head: Head,
-    skip_weight: bool,
+    value_bias: bool,
 ) -> None:
-    old = stage.output_layer
     if head == "value":
-        stage.output_layer = ValueHead(model.hidden_size, config=config, tp_group=groups.tp)
+        stage.output_layer = ValueHead(model.hidden_size, config=config, tp_group=groups.tp, bias=value_bias)
         return
-    new = LogprobHead(
+    weight = stage.output_layer.weight
+    stage.output_layer = LogprobHead(
         model.hidden_size,
         padded_vocab_size(model.vocab_size, groups.tp.size()),
         config=config,
@@ -240,11 +242,10 @@ def _replace_head(
         bias=False,
         skip_bias_add=False,
         gather_output=False,
-        skip_weight_param_allocation=skip_weight,
+        skip_weight_param_allocation=True,
         tp_group=groups.tp,
         true_vocab_size=model.vocab_size,
     )
-    if new.weight is not None:
-        # Keeps the marks that GPTModel put on it (shared embedding, embedding-or-output parameter).
-        new.weight = old.weight
-    stage.output_layer = new
+    if weight is not None:
+        # GPTModel's own parameter, with the marks it carries (shared embedding, embedding-or-output parameter).
+        stage.output_layer.weight = weight
