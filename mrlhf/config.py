@@ -159,12 +159,18 @@ def _apply_override(config: DictConfig, override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r}: expected key=value, such as ppo.epochs=2")
     try:
-        parsed = OmegaConf.from_dotlist([f"value={value}"]).value if value else None
+        parsed = _parse_value(value) if value else None
         OmegaConf.update(config, key, parsed, merge=True, force_add=True)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {_first_line(error)}") from None
     except (OmegaConfBaseException, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"override {override!r}: {_first_line(error)}") from None
+
+
+def _parse_value(text: str) -> Any:
+    # Not resolved here: an interpolation refers to the merged configuration.
+    holder = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    return holder["value"] if isinstance(holder, dict) else None
 
 
 def _validate(data: Any, origin: str) -> PPOConfig:

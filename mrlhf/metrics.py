@@ -1,0 +1,191 @@
+"""Adds up metrics and writes them: JSON lines, TensorBoard, Weights & Biases.
+
+Only rank 0 builds writers. Values are put together over ranks first, by a collective in which all ranks take part:
+``state()`` of each rank is gathered, ``MetricAccumulator.from_states`` merges.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from mrlhf.errors import ConfigError
+from mrlhf.types import Metric, merge_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = dict[str, tuple[str, float, float]]
+Scalar = float | int | str | None
+
+
+class MetricAccumulator:
+    """Named metrics that grow part by part. Tensors stay on their device until `state` or `results` is asked for."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric], prefix: str = "") -> None:
+        """Merge parts, as losses return them, under ``prefix + name``. Raises ValueError for another reduction."""
+        named = {prefix + name: metric for name, metric in metrics.items()}
+        self._metrics = merge_metrics([self._metrics, named])
+
+    def mean(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
+        """Add a sum and the count that it is a sum of."""
+        self.add({name: Metric("mean", total, count)})
+
+    def max(self, name: str, value: float | Tensor) -> None:
+        """Keep the largest value; NaN wins over all."""
+        self.add({name: Metric("max", value, 1)})
+
+    def min(self, name: str, value: float | Tensor) -> None:
+        """Keep the smallest value; NaN wins over all."""
+        self.add({name: Metric("min", value, 1)})
+
+    def state(self) -> State:
+        """Plain numbers that can be pickled: name -> (reduction, value, count)."""
+        return {name: (m.reduction, float(m.value), float(m.count)) for name, m in self._metrics.items()}
+
+    @classmethod
+    def from_states(cls, states: Iterable[State]) -> MetricAccumulator:
+        """The metrics of several ranks together; a name may be missing on some."""
+        merged = cls()
+        for state in states:
+            # float64: sums over many tokens would lose digits as float32 tensors.
+            merged.add({name: _metric(*entry) for name, entry in state.items()})
+        return merged
+
+    def results(self) -> dict[str, float]:
+        """The numbers to log, by name in the order of first appearance; NaN where nothing was counted."""
+        return {name: metric.result() for name, metric in self._metrics.items()}
+
+
+class MetricsWriter(Protocol):
+    """Somewhere metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Record one iteration."""
+
+    def close(self) -> None:
+        """Finish; nothing is written afterwards."""
+
+
+class JsonlWriter:
+    """One JSON object per iteration, on disk as soon as it is written.
+
+    JSON has no NaN: such a value is written as null, and ``nonfinite`` in the same object tells which it was.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = path.open("a" if append else "w", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Append one line with ``step`` and all metrics."""
+        row: dict[str, Any] = {"step": step, **metrics}
+        bad = {name: value for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        row.update(dict.fromkeys(bad))
+        if bad:
+            row["nonfinite"] = {name: str(value) for name, value in bad.items()}
+        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """TensorBoard scalars; text is left out."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Record every number under its name."""
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run; ``run_id`` continues an earlier one."""
+
+    def __init__(self, folder: Path, *, run_id: str | None = None, config: Mapping[str, Any] | None = None):
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "trainer.wandb is true, but wandb is not installed; run pip install 'mrlhf[wandb]' or set it to false"
+            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(dir=str(folder), id=run_id, resume="allow", config=dict(config or {}))
+
+    @property
+    def run_id(self) -> str:
+        """What a later run passes to continue this one."""
+        return str(self._run.id)
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Log all metrics at ``step``."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class Writers:
+    """Several writers behind the interface of one."""
+
+    def __init__(self, writers: Sequence[MetricsWriter]):
+        self.writers = tuple(writers)
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Hand one iteration to every writer."""
+        for writer in self.writers:
+            writer.write(step, metrics)
+
+    def close(self) -> None:
+        """Close every writer."""
+        for writer in self.writers:
+            writer.close()
+
+
+def open_writers(
+    output_dir: str | Path,
+    tensorboard: bool,
+    wandb: bool,
+    *,
+    append: bool = False,
+    run_id: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Writers:
+    """The writers of a run, for rank 0: ``metrics.jsonl`` always, ``tensorboard/`` and W&B where asked.
+
+    ``append`` continues an existing ``metrics.jsonl`` instead of starting it again. Raises `ConfigError` when W&B is
+    asked for and not installed.
+    """
+    folder = Path(output_dir)
+    # W&B first: it is the one that can be missing, and nothing should be overwritten before that is known.
+    optional: list[MetricsWriter] = [WandbWriter(folder, run_id=run_id, config=config)] if wandb else []
+    writers: list[MetricsWriter] = [JsonlWriter(folder / "metrics.jsonl", append=append)]
+    if tensorboard:
+        writers.append(TensorBoardWriter(folder / "tensorboard"))
+    return Writers([*writers, *optional])
+
+
+def _metric(reduction: Any, value: float, count: float) -> Metric:
+    import torch
+
+    return Metric(reduction, torch.tensor(value, dtype=torch.float64), torch.tensor(count, dtype=torch.float64))
