@@ -33,14 +33,14 @@ class Metric:
         """
         if self.reduction != other.reduction:
             raise ValueError(f"a metric is reduced by {self.reduction} here and by {other.reduction} there")
-        mine, theirs = torch.as_tensor(self.value), torch.as_tensor(other.value)
+        mine, theirs = _scalar(self.value), _scalar(other.value)
         if self.reduction == "mean":
             value = mine + theirs
         elif self.reduction == "max":
             value = torch.maximum(mine, theirs)  # keeps NaN, unlike Python's max
         else:
             value = torch.minimum(mine, theirs)
-        return Metric(self.reduction, value, torch.as_tensor(self.count) + torch.as_tensor(other.count))
+        return Metric(self.reduction, value, _scalar(self.count) + _scalar(other.count))
 
     def result(self) -> float:
         """The number to log; NaN where nothing was counted."""
@@ -48,6 +48,10 @@ class Metric:
         if count == 0:
             return math.nan
         return float(self.value) / count if self.reduction == "mean" else float(self.value)
+
+
+def _scalar(x: Tensor | float) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
 def merge_metrics(parts: Sequence[dict[str, Metric]]) -> dict[str, Metric]:

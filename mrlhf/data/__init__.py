@@ -1,0 +1,1 @@
+"""Tokenizers, prompts and training text."""
