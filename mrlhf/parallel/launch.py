@@ -5,6 +5,7 @@ torch is imported only when a process group is made, so that a wrong configurati
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from mrlhf.errors import ConfigError, MrlhfError
 
@@ -96,8 +97,8 @@ def resolve_address(env: LaunchEnv) -> LaunchEnv:
     world = MPI.COMM_WORLD
     if (world.Get_rank(), world.Get_size()) != (env.rank, env.world_size):
         raise ConfigError(
-            f"mpirun's environment says rank {env.rank} of {env.world_size}, but mpi4py says rank {world.Get_rank()} of "
-            f"{world.Get_size()}; mpi4py must use the MPI that started the job"
+            f"mpirun's environment says rank {env.rank} of {env.world_size}, but mpi4py says rank "
+            f"{world.Get_rank()} of {world.Get_size()}; mpi4py must use the MPI that started the job"
         )
     host = "127.0.0.1" if env.local_world_size == env.world_size else socket.gethostname()
     address, port = world.bcast((env.master_addr or host, env.master_port or _free_port()), root=0)
@@ -213,10 +214,8 @@ def _end_job(status: int, text: str) -> NoReturn:
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
     if job and step and "TORCHELASTIC_RUN_ID" not in os.environ:
         # srun leaves the other tasks running unless started with --kill-on-bad-exit.
-        try:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(["scancel", "--signal=TERM", f"{job}.{step}"], timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
     os._exit(status)
 
 

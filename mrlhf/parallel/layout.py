@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mrlhf.errors import ConfigError
 from mrlhf.planner import ParallelSizes
+
+GroupKind = Literal["tp", "cp", "dp", "pp", "mp", "tp_cp", "dp_cp", "tp_dp_cp", "embd"]
+
+_MEMBERS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "dp_cp": ("cp", "dp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+}
 
 
 class Coordinates(NamedTuple):
@@ -50,15 +63,15 @@ class RankGrid:
             stride *= size
         return rank
 
-    def groups(self, kind: str) -> list[list[int]]:
-        """All groups of a kind, each in ascending rank order.
+    def groups(self, kind: GroupKind) -> list[list[int]]:
+        """All groups of a kind, each in ascending rank order; every rank is in one group of each kind but ``embd``.
 
-        A kind names the axes inside a group, joined by hyphens in any order: ``tp``, ``dp``, ``tp-pp`` (one replica
-        without CP), ``dp-cp``, ... Every rank is in exactly one group of a kind. Raises `ConfigError` for another axis.
+        ``mp`` is tensor and pipeline ranks of one replica; ``embd`` holds the ranks with the word embedding and the
+        output layer (first and last stage).
         """
-        inside = set(kind.split("-"))
-        if not inside <= set(Coordinates._fields):
-            raise ConfigError(f"group kind {kind!r}: expected some of {', '.join(Coordinates._fields)} with hyphens")
+        if kind == "embd":
+            return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.groups("pp")]
+        inside = _MEMBERS[kind]
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.sizes.world_size):
             place = self.coordinates(rank)
@@ -66,10 +79,13 @@ class RankGrid:
             members.setdefault(outside, []).append(rank)
         return list(members.values())
 
-    def group_of(self, kind: str, rank: int) -> list[int]:
-        """The group of a kind that ``rank`` belongs to. Raises `ConfigError` outside the world."""
+    def group_of(self, kind: GroupKind, rank: int) -> list[int]:
+        """The group of a kind that ``rank`` belongs to. Raises `ConfigError` when there is none."""
         self.coordinates(rank)
-        return next(ranks for ranks in self.groups(kind) if rank in ranks)
+        for ranks in self.groups(kind):
+            if rank in ranks:
+                return ranks
+        raise ConfigError(f"rank {rank} is in no {kind} group of {self.sizes.describe()}")
 
 
 def data_parallel_slice(rows: int, dp_rank: int, dp_size: int) -> slice:
