@@ -43,6 +43,12 @@ class ParallelConfig(Section):
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence over TP; no effect at TP 1"
     )
+    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
+        None, description="layers of the first stage, where they do not split evenly; null: as the others"
+    )
+    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
+        None, description="layers of the last stage, where they do not split evenly; null: as the others"
+    )
 
     def sizes(self, world_size: int) -> ParallelSizes:
         """The layout in a world of ``world_size`` ranks; nothing is checked here, see `mrlhf.planner.check_sizes`."""

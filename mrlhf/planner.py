@@ -19,7 +19,8 @@ class ParallelSizes:
     """How many ranks share one model, and how.
 
     ``virtual_pipeline_model_parallel_size`` is the number of virtual stages on each pipeline rank; 1 means None.
-    ``sequence_parallel`` has nothing to split without tensor parallelism and is then False.
+    ``sequence_parallel`` has nothing to split without tensor parallelism and is then False. Without the two last numbers
+    all stages have equally many layers.
     """
 
     world_size: int = 1
@@ -29,6 +30,8 @@ class ParallelSizes:
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     sequence_parallel: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
 
     def __post_init__(self) -> None:
         if self.virtual_pipeline_model_parallel_size == 1:
@@ -42,6 +45,8 @@ class ParallelSizes:
             "virtual_pipeline_model_parallel_size",
             "context_parallel_size",
             "expert_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -101,7 +106,7 @@ def layer_counts(
     pp, vpp = pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1
     if first is None and last is None:
         if num_layers % (pp * vpp):
-            raise ConfigError(_layers_problem("model", num_layers, pp, vpp))
+            raise ConfigError(_layers_problem(num_layers, pp, vpp))
         return [[num_layers // (pp * vpp)] * vpp for _ in range(pp)]
     if vpp > 1:
         raise ConfigError("uneven pipeline stages and virtual stages do not go together; set VPP to 1")
@@ -209,11 +214,12 @@ def _world_problem(sizes: ParallelSizes) -> str:
     )
 
 
-def _layers_problem(role: str, num_layers: int, pp: int, vpp: int) -> str:
+def _layers_problem(num_layers: int, pp: int, vpp: int) -> str:
     stages = f"PP {pp}" if vpp == 1 else f"PP {pp} x VPP {vpp} = {pp * vpp}"
     return (
-        f"{role}: {num_layers} layers do not split into {stages} equal stages; "
-        f"the number of stages must be one of {_some_divisors(num_layers)}"
+        f"{num_layers} layers do not split into {stages} equal stages; "
+        f"the number of stages must be one of {_some_divisors(num_layers)}, "
+        "or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
     )
 
 
@@ -255,8 +261,16 @@ def _model_problems(role: str, model: ModelConfig, sizes: ParallelSizes) -> list
             f"{role}: {model.num_attention_heads} attention heads are not a multiple of "
             f"{model.num_query_groups} key-value heads; the checkpoint's config.json is inconsistent"
         )
-    if model.num_layers % (pp * vpp):
-        problems.append(_layers_problem(role, model.num_layers, pp, vpp))
+    try:
+        layer_counts(
+            model.num_layers,
+            pp,
+            vpp,
+            first=sizes.num_layers_in_first_pipeline_stage,
+            last=sizes.num_layers_in_last_pipeline_stage,
+        )
+    except ConfigError as error:
+        problems.append(f"{role}: {error}")
     return problems
 
 

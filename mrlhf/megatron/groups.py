@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mrlhf.parallel.layout import RankGrid
+from mrlhf.parallel.layout import GroupKind, RankGrid
 from mrlhf.planner import ParallelSizes
 
 
@@ -24,53 +24,28 @@ def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None) -> Proc
             sub-groups, whatever the world's own limit is, and a long rollout would be cut off.
 
     Returns:
-        Megatron's collection with ``tp, cp, dp, pp, mp, embd, pos_embd, dp_cp, tp_cp`` and the expert and
-        distributed-optimizer groups.
+        Megatron's collection, complete for dense models; ranks with neither embedding nor output layer have ``embd``
+        None.
     """
     grid = RankGrid(sizes)
 
-    def make(kind: str) -> dist.ProcessGroup:
-        own = None
-        for ranks in grid.groups(kind):
+    def own(partition: list[list[int]]) -> dist.ProcessGroup | None:
+        mine = None
+        for ranks in partition:
             group = dist.new_group(ranks, timeout=timeout)
             if dist.get_rank() in ranks:
-                own = group
-        assert own is not None, f"rank {dist.get_rank()} is in no {kind} group of {sizes}"
-        return own
+                mine = group
+        return mine
 
-    groups = ProcessGroupCollection(
-        tp=make("tp"), cp=make("cp"), dp=make("dp"), pp=make("pp"), mp=make("tp-pp"), tp_cp=make("tp-cp"),
-        dp_cp=make("dp-cp"),
-    )  # fmt: skip
-    groups.tp_dp_cp = make("tp-cp-dp")
-    groups.embd = _first_and_last(grid, timeout)
+    kinds: tuple[GroupKind, ...] = ("tp", "cp", "dp", "pp", "mp", "tp_cp", "dp_cp", "embd")
+    groups = ProcessGroupCollection(**{kind: own(grid.groups(kind)) for kind in kinds})
+    world = list(range(sizes.world_size))
+    stage = sizes.world_size // sizes.pipeline_model_parallel_size
+    groups.tp_dp_cp = own([world[start : start + stage] for start in range(0, len(world), stage)])
+    groups.intra_dist_opt = own([world])
+    groups.ep = own([[rank] for rank in world])
     groups.pos_embd = None
-    groups.ep = _singletons(sizes.world_size, timeout)
-    groups.expt_tp = groups.tp
-    groups.tp_ep = groups.tp
+    groups.expt_tp = groups.tp_ep = groups.tp
     groups.tp_ep_pp = groups.mp
-    groups.expt_dp = groups.dp_cp
-    groups.intra_dp_cp = groups.dp_cp
-    groups.intra_expt_dp = groups.dp_cp
-    groups.intra_dist_opt = make("tp-cp-dp-pp")
+    groups.expt_dp = groups.intra_dp_cp = groups.intra_expt_dp = groups.dp_cp
     return groups
-
-
-def _singletons(world_size: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    own = None
-    for rank in range(world_size):
-        group = dist.new_group([rank], timeout=timeout)
-        if rank == dist.get_rank():
-            own = group
-    return own
-
-
-def _first_and_last(grid: RankGrid, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """The group that keeps a tied embedding and head equal: first and last stage of each pipeline."""
-    own = None
-    for ranks in grid.groups("pp"):
-        ends = [ranks[0]] if len(ranks) == 1 else [ranks[0], ranks[-1]]
-        group = dist.new_group(ends, timeout=timeout)
-        if dist.get_rank() in ends:
-            own = group
-    return own
