@@ -73,9 +73,9 @@ def option_table(model: type[BaseModel] = PPOConfig) -> list[Option]:
     return list(_options(model, ""))
 
 
-def check_files(config: PPOConfig) -> None:
-    """Raise one `ConfigError` naming every file and folder of the configuration that is missing."""
-    problems = file_problems(config)
+def check_files(config: PPOConfig, sections: Sequence[str] = ()) -> None:
+    """Raise one `ConfigError` naming every file and folder that is missing, of the given sections (none: of all)."""
+    problems = [line for line in file_problems(config) if not sections or line.split(".")[0] in sections]
     if problems:
         raise ConfigError(join_problems("the configuration names files that cannot be used:", problems))
 

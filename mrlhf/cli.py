@@ -1,0 +1,237 @@
+"""The command line: parse, build, call. Whatever needs torch is imported inside the commands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from mrlhf import __version__
+from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
+from mrlhf.errors import MrlhfError
+from mrlhf.parallel.launch import detect_launch, initialize, run_guarded
+
+app = typer.Typer(
+    name="mrlhf",
+    help="PPO for language models on Megatron-Core. Every command also runs under torchrun, srun and mpirun.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+convert_app = typer.Typer(help="Convert weights from and to Hugging Face folders.", no_args_is_help=True)
+app.add_typer(convert_app, name="convert")
+
+
+class SemanticsChoice(str, Enum):
+    """The two conventions of a recording."""
+
+    STANDARD = "standard"
+    DEEPSPEED_CHAT = "deepspeed_chat"
+
+
+class DtypeChoice(str, Enum):
+    """Number formats of converted weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class HeadChoice(str, Enum):
+    """What stands on top of a converted model."""
+
+    LM = "lm"
+    VALUE = "value"
+
+
+class ConfigCommand(TyperCommand):
+    """A command whose help ends with every key of the configuration."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the usual help, then the keys with type, default and description."""
+        super().format_help(ctx, formatter)
+        # The rich help prints by itself and leaves the formatter empty, whose text comes after it.
+        formatter.write(
+            "\nConfiguration keys, for the YAML file or as key=value (paths are relative to where you are):\n\n"
+        )
+        for option in option_table(PPOConfig):
+            formatter.write(f"  {option.name}: {option.type} = {option.default}\n      {option.description}\n")
+
+
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file; all keys may also be key=value.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
+]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")]
+TensorSize = Annotated[int, typer.Option("--tensor-model-parallel-size", "--tp", min=1, help="Tensor ranks.")]
+PipelineSize = Annotated[int, typer.Option("--pipeline-model-parallel-size", "--pp", min=1, help="Pipeline stages.")]
+Dtype = Annotated[DtypeChoice | None, typer.Option(help="Number format written; by default that of the source.")]
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
+
+
+@app.command(cls=ConfigCommand)
+def ppo(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
+    """Train an actor with PPO."""
+
+    def work() -> None:
+        loaded = _load(config, overrides)
+        if print_config:
+            _print_on_first_rank(to_yaml(loaded))
+            return
+        check_files(loaded)
+        from mrlhf.trainer.ppo import run
+
+        run(loaded)
+
+    _guarded(work)
+
+
+@app.command(cls=ConfigCommand)
+def generate(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file; by default data.prompts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSONL file to write; by default in trainer.output_dir.")] = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Sample responses to prompts from the actor of a configuration."""
+
+    def work() -> None:
+        chosen = [f"data.prompts={prompts}"] if prompts else []
+        loaded = _load(config, [*(overrides or []), *chosen])
+        if print_config:
+            _print_on_first_rank(to_yaml(loaded))
+            return
+        check_files(loaded, sections=("actor", "tokenizer", "data"))
+        from mrlhf.trainer.generate import run
+
+        target = output or Path(loaded.trainer.output_dir) / "responses.jsonl"
+        run(loaded, prompts=Path(loaded.data.prompts), output=target)
+
+    _guarded(work)
+
+
+@app.command()
+def parity(
+    folder: Annotated[Path, typer.Argument(help="Recording: actor/, reward/ and expected.json.")],
+    overrides: Overrides = None,
+    semantics: Annotated[
+        SemanticsChoice | None, typer.Option(help="By default from expected.json or the folder's name.")
+    ] = None,
+) -> None:
+    """Replay a recorded PPO trajectory under a parallel layout and compare every number."""
+
+    def work() -> int:
+        from mrlhf.trainer.parity import run
+
+        return int(run(folder, list(overrides or []), semantics.value if semantics else None))
+
+    _guarded(work)
+
+
+@convert_app.command("import")
+def convert_import(
+    source: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(help="Megatron weights folder to write.")],
+    tp: TensorSize = 1,
+    pp: PipelineSize = 1,
+    dtype: Dtype = None,
+    overwrite: Overwrite = False,
+    head: Annotated[
+        HeadChoice | None, typer.Option(help="By default what the source has; value on a language model is fresh.")
+    ] = None,
+) -> None:
+    """Turn a Hugging Face folder into a Megatron weights folder."""
+
+    def work() -> None:
+        from mrlhf.checkpoint.convert import DTYPES, import_hf
+
+        _join()
+        import_hf(
+            source,
+            target,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            head=head.value if head else None,
+            dtype=DTYPES[dtype.value] if dtype else None,
+            overwrite=overwrite,
+        )
+
+    _guarded(work)
+
+
+@convert_app.command("export")
+def convert_export(
+    source: Annotated[Path, typer.Argument(help="Megatron weights folder.")],
+    target: Annotated[Path, typer.Argument(help="Hugging Face folder to write.")],
+    tp: TensorSize = 1,
+    pp: PipelineSize = 1,
+    dtype: Dtype = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn a Megatron weights folder into a Hugging Face folder."""
+
+    def work() -> None:
+        from mrlhf.checkpoint.convert import DTYPES, export_megatron
+
+        _join()
+        export_megatron(
+            source,
+            target,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            dtype=DTYPES[dtype.value] if dtype else None,
+            overwrite=overwrite,
+        )
+
+    _guarded(work)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Entry point of ``mrlhf`` and ``python -m mrlhf``."""
+    app()
+
+
+def _load(config: str, overrides: list[str] | None) -> PPOConfig:
+    given = list(overrides or [])
+    if "=" in config and not Path(config).exists():
+        return load_config(None, [config, *given])
+    return load_config(config, given)
+
+
+def _join() -> None:
+    """Make the world's process group where the command called does not know the launcher."""
+    env = detect_launch(os.environ)
+    if env.launcher in ("slurm", "mpi"):
+        from mrlhf.megatron import device
+
+        device.install()
+        initialize(env)
+
+
+def _print_on_first_rank(text: str) -> None:
+    if detect_launch(os.environ).rank == 0:
+        typer.echo(text, nl=False)
+
+
+def _guarded(work: Callable[[], int | None]) -> None:
+    """Run ``work``; our own errors become one message and status 2, a number that it returns the exit status."""
+    try:
+        status = run_guarded(work, detect_launch(os.environ))
+    except MrlhfError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if status:
+        raise typer.Exit(status)
