@@ -1,0 +1,98 @@
+"""Weights in Megatron's distributed checkpoint format (torch_dist): written under one layout, read under any."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from mrlhf.checkpoint.names import OUTPUT_WEIGHT, all_parameters, unwrap
+from mrlhf.errors import CheckpointError
+
+_OUTPUT_LAYER = "output_layer."
+_fork = multiprocessing.get_context("fork")
+
+
+def use_forked_results_queue() -> None:
+    """Start Megatron's result queue from a fork, once a process, where there is no CUDA.
+
+    Its own queue belongs to a spawned manager, which imports the user's main module again: 3.5 to 12 s at the first
+    save, and an endless loop in a script without a ``__main__`` guard. With CUDA a fork is not safe, so it stays.
+    """
+    if not torch.cuda.is_available() and getattr(filesystem_async, "_results_queue", "absent") is None:
+        filesystem_async._results_queue = _fork.Manager().Queue()
+
+
+def sharded_weights(chunks: Sequence[Any], groups: ProcessGroupCollection) -> dict[str, Any]:
+    """Megatron's sharded state dict of all virtual stages: ``model``, or ``model0``, ``model1``, ..."""
+    metadata = {"dp_cp_group": groups.dp_cp}
+    names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    return {
+        name: unwrap(chunk).sharded_state_dict(metadata=dict(metadata))
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+
+
+def save_sharded_weights(chunks: Sequence[Any], folder: str | Path, *, groups: ProcessGroupCollection) -> None:
+    """Write the weights into ``folder``, which exists and is empty; all ranks of the world call this together."""
+    use_forked_results_queue()
+    dist_checkpointing.save(sharded_weights(chunks, groups), str(folder))
+
+
+@torch.no_grad()
+def load_sharded_weights(
+    chunks: Sequence[Any],
+    folder: str | Path,
+    *,
+    groups: ProcessGroupCollection,
+    vocab_size: int,
+    with_head: bool = True,
+) -> None:
+    """Fill the stages from a torch_dist ``folder`` written under any layout; all ranks call this together.
+
+    Values are cast to each parameter's dtype and rows beyond ``vocab_size`` become zero. With ``with_head`` False
+    the output layer is left as it is and the folder's is not read. Any other difference between the names in the
+    folder and in the model raises `CheckpointError`, on every rank, with the names.
+    """
+    if not (Path(folder) / "metadata.json").exists():
+        raise CheckpointError(f"{folder}: not a complete Megatron checkpoint (no metadata.json)")
+    wanted = sharded_weights(chunks, groups)
+    for part in wanted.values():
+        for key in list(part):
+            if not with_head and key.startswith(_OUTPUT_LAYER):
+                del part[key]
+    try:
+        loaded, missing, unexpected = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RETURN_ALL)
+    except (CheckpointingException, KeyError, OSError) as error:
+        raise CheckpointError(f"{folder}: cannot be loaded: {error}") from error
+    if not with_head:
+        missing = {key for key in missing if not key.startswith(_OUTPUT_LAYER)}
+    # Megatron's terms are those of the state dict: unexpected by the file, missing from the request. Transformer
+    # Engine's extra state holds FP8 scales, which a weights folder from another machine need not have.
+    problems = [f"missing: {key}" for key in sorted(unexpected) if not key.endswith("_extra_state")]
+    problems += [f"not used: {key}" for key in sorted(missing) if "_extra_state" not in key]
+    if problems:
+        raise CheckpointError(f"{folder}: the tensors do not match the model: " + "; ".join(problems[:20]))
+    for chunk, part in zip(chunks, wanted, strict=True):
+        result = unwrap(chunk).load_state_dict(loaded[part], strict=False)
+        absent = [key for key in result.missing_keys if not key.endswith("_extra_state")]
+        if not with_head:
+            absent = [key for key in absent if not key.startswith(_OUTPUT_LAYER)]
+        if absent or result.unexpected_keys:
+            raise CheckpointError(f"{folder}: not loaded: {absent}; unknown: {result.unexpected_keys}")
+    _zero_padding(chunks, groups, vocab_size)
+
+
+def _zero_padding(chunks: Sequence[Any], groups: ProcessGroupCollection, vocab_size: int) -> None:
+    for name, param in all_parameters(chunks).items():
+        if name.startswith("embedding.word_embeddings.") or (name == OUTPUT_WEIGHT and param.shape[0] > 1):
+            first = groups.tp.rank() * param.shape[0]
+            param[max(vocab_size - first, 0) :].zero_()
