@@ -1,0 +1,92 @@
+"""The actor: samples, gives log-probs, and is trained with the clipped policy loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mrlhf.rl import entropy_loss, kl_loss, policy_loss
+from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
+from mrlhf.roles.policy import PolicyModel, logprob_request
+from mrlhf.rollout.engine import RolloutEngine
+from mrlhf.types import Metric, RolloutBatch
+
+
+@dataclass(frozen=True)
+class PolicyLossSettings:
+    """``policy + kl_loss_coef * kl_loss - entropy_coef * entropy`` over one denominator; see `mrlhf.rl.losses`."""
+
+    clip_eps: float = 0.2
+    dual_clip: float | None = None
+    entropy_coef: float = 0.0
+    log_entropy: bool = False
+    kl_loss_coef: float = 0.0
+    kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    temperature: float = 1.0
+
+    @property
+    def with_entropy(self) -> bool:
+        """Whether the head has to compute the entropy."""
+        return self.log_entropy or self.entropy_coef != 0
+
+
+def actor_loss(settings: PolicyLossSettings) -> LossFunction:
+    """The actor's loss of a micro-batch, as a sum over its tokens."""
+
+    def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        assert batch.old_logprobs is not None
+        assert batch.advantages is not None
+        assert batch.response_mask is not None
+        frame = in_label_frame(output)
+        logprobs, entropy = (frame[0], frame[1]) if settings.with_entropy else (frame, None)
+        mask, weights = batch.response_mask, batch.row_weights
+        terms = policy_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            mask,
+            clip_eps=settings.clip_eps,
+            dual_clip=settings.dual_clip,
+            row_weights=weights,
+        )
+        total, metrics = terms.loss_sum, dict(terms.metrics)
+        metrics["policy_loss"] = Metric("mean", terms.loss_sum.detach(), terms.count)
+        if entropy is not None:
+            bonus = entropy_loss(entropy, mask, row_weights=weights)
+            metrics.update(bonus.metrics)
+            total = total - settings.entropy_coef * bonus.loss_sum
+        if settings.kl_loss_coef:
+            assert batch.ref_logprobs is not None
+            penalty = kl_loss(logprobs, batch.ref_logprobs, mask, kind=settings.kl_loss_kind, row_weights=weights)
+            metrics.update(penalty.metrics)
+            total = total + settings.kl_loss_coef * penalty.loss_sum
+        metrics["loss"] = Metric("mean", total.detach().clone(), terms.count)
+        return total, metrics
+
+    return loss
+
+
+class Actor(TrainedModel, PolicyModel):
+    """The trained policy."""
+
+    def engine(self, slots: int) -> RolloutEngine:
+        """Generation on these weights, ``slots`` rows at once."""
+        return RolloutEngine(
+            self.chunks,
+            self.groups,
+            vocab_size=self.config.vocab_size,
+            kv_heads=self.config.num_query_groups,
+            head_dim=self.config.head_dim,
+            max_length=self.config.max_position_embeddings,
+            slots=slots,
+        )
+
+    def train_step(
+        self, minibatch: RolloutBatch, plan: Plan, settings: PolicyLossSettings, denominator: float
+    ) -> Update:
+        """One policy update; see `TrainedModel.update`."""
+        request = logprob_request(settings.temperature, with_entropy=settings.with_entropy)
+        return self.update(minibatch, plan, actor_loss(settings), denominator, request)

@@ -1,0 +1,42 @@
+"""The critic: predicts the return of every token."""
+
+from __future__ import annotations
+
+import torch
+
+from mrlhf.rl import value_loss
+from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
+from mrlhf.types import Metric, RolloutBatch
+
+
+def critic_loss(value_clip: float) -> LossFunction:
+    """The critic's loss of a micro-batch, as a sum over its response tokens."""
+
+    def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        assert batch.values is not None
+        assert batch.returns is not None
+        assert batch.response_mask is not None
+        terms = value_loss(
+            in_label_frame(output),
+            batch.values,
+            batch.returns,
+            batch.response_mask,
+            value_clip=value_clip,
+            row_weights=batch.row_weights,
+        )
+        return terms.loss_sum, {**terms.metrics, "loss": Metric("mean", terms.loss_sum.detach().clone(), terms.count)}
+
+    return loss
+
+
+class Critic(TrainedModel):
+    """The trained value model."""
+
+    def values(self, batch: RolloutBatch, plan: Plan) -> torch.Tensor:
+        """``V(tokens[:t+1])`` for every slot but the last: ``[B, S-1]`` fp32 on every rank."""
+        return self.per_token(batch, plan)
+
+    def train_step(self, minibatch: RolloutBatch, plan: Plan, value_clip: float, denominator: float) -> Update:
+        """One value update; see `TrainedModel.update`."""
+        return self.update(minibatch, plan, critic_loss(value_clip), denominator)

@@ -1,0 +1,54 @@
+"""How rows are cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Plan = list[list[int]]
+"""Micro-batches as lists of row numbers; every row appears exactly once."""
+
+
+def by_rows(count: int, size: int) -> Plan:
+    """Consecutive rows, ``size`` at a time; the last micro-batch may be smaller."""
+    return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
+
+
+def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1) -> Plan:
+    """Micro-batches whose padded size, rows times the longest row, stays within ``budget`` tokens.
+
+    Rows of like length go together (longest first), which keeps the padding small. A row that is longer than the
+    budget gets a micro-batch of its own.
+
+    Args:
+        lengths: tokens of each row, the slot after the last token included.
+        budget: tokens of one micro-batch.
+        multiple: the number of micro-batches is raised to a multiple of it by splitting the largest ones (interleaved
+            pipeline stages work in groups of PP micro-batches).
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: there are fewer rows than ``multiple``, or not enough to reach a multiple.
+    """
+    plan: Plan = []
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        # The first row of a micro-batch is its longest.
+        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= budget:
+            plan[-1].append(row)
+        else:
+            plan.append([row])
+    while len(plan) % multiple:
+        largest = max(range(len(plan)), key=lambda i: len(plan[i]))
+        rows = plan[largest]
+        if len(rows) < 2:
+            raise ValueError(f"{len(lengths)} rows cannot make a multiple of {multiple} micro-batches")
+        plan[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return plan
+
+
+def make_plan(lengths: Sequence[int], *, rows: int, tokens: int | None, multiple: int = 1) -> Plan:
+    """`by_tokens` where a budget is given, else `by_rows`."""
+    if tokens is not None:
+        return by_tokens(lengths, tokens, multiple=multiple)
+    return by_rows(len(lengths), rows)

@@ -1,0 +1,172 @@
+"""What all four roles share: a sharded model that turns rows into numbers per token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mrlhf.megatron.model import LogprobRequest
+from mrlhf.megatron.optimizer import Trainable
+from mrlhf.megatron.schedule import forward_backward, forward_only
+from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.collectives import broadcast_from_last_stage
+from mrlhf.roles.micro_batches import Plan
+from mrlhf.types import Metric, RolloutBatch, labels, merge_metrics
+
+LossFunction = Callable[[RolloutBatch, torch.Tensor], tuple[torch.Tensor, dict[str, Metric]]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did.
+
+    Attributes:
+        updated: whether weights changed (an fp16 overflow skips the step).
+        grad_norm: norm of the whole gradient before clipping.
+        metrics: of this rank's share of the minibatch; empty except on the last pipeline stage.
+    """
+
+    updated: bool
+    grad_norm: float
+    metrics: dict[str, Metric]
+
+
+class RoleModel:
+    """One role's model on this rank."""
+
+    def __init__(self, name: str, config: ModelConfig, chunks: Sequence[torch.nn.Module], groups: Any) -> None:
+        """Keep references.
+
+        Args:
+            name: ``actor``, ``critic``, ``reference`` or ``reward``, for messages.
+            config: the architecture.
+            chunks: this rank's stages with weights loaded, not wrapped.
+            groups: the model's process groups.
+        """
+        self.name = name
+        self.config = config
+        self.chunks = list(chunks)
+        self.groups = groups
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the head."""
+        return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
+
+    def per_token(
+        self,
+        batch: RolloutBatch,
+        plan: Plan,
+        request: Callable[[RolloutBatch], LogprobRequest] | None = None,
+    ) -> torch.Tensor:
+        """The head's output for every row in the label frame, on every rank of the replica.
+
+        Args:
+            batch: rows, the same on every rank of the replica.
+            plan: their micro-batches.
+            request: the head's request for a micro-batch; None for a value head.
+
+        Returns:
+            ``[B, S-1]`` fp32; positions that a micro-batch did not need to compute are 0.
+        """
+        shape = (batch.size, batch.width - 1)
+        if not batch.size:
+            return torch.zeros(shape, device=batch.tokens.device)
+        micro_batches = [batch.select(rows).trim() for rows in plan]
+        outputs = forward_only(
+            self.chunks,
+            micro_batches,
+            lambda _, output: in_label_frame(output).float(),
+            groups=self.groups,
+            tokens=_tokens,
+            request=request,
+        )
+        result = None
+        if self.is_last_stage:
+            result = torch.zeros(shape, device=batch.tokens.device)
+            for rows, output in zip(plan, outputs, strict=True):
+                result[rows, : output.size(1)] = output
+        return broadcast_from_last_stage(result, shape, torch.float32, self.groups.pp)
+
+    def weights_hash(self) -> str:
+        """SHA-256 of this rank's weights: equal before and after means that nothing was trained."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks:
+            for name, tensor in sorted(chunk.state_dict().items()):
+                if isinstance(tensor, torch.Tensor):
+                    digest.update(name.encode())
+                    digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+class TrainedModel(RoleModel):
+    """A role whose weights are updated: actor and critic."""
+
+    def __init__(self, name: str, config: ModelConfig, trainable: Trainable, groups: Any, *, dropout: bool) -> None:
+        """Keep references.
+
+        Args:
+            name: see `RoleModel`.
+            config: the architecture.
+            trainable: stages in DDP with their optimizer.
+            groups: the model's process groups.
+            dropout: whether training passes run in training mode; they are exact repeats of inference otherwise.
+        """
+        super().__init__(name, config, trainable.modules, groups)
+        self.trainable = trainable
+        self.dropout = dropout
+
+    def update(
+        self,
+        minibatch: RolloutBatch,
+        plan: Plan,
+        loss: LossFunction,
+        denominator: float,
+        request: Callable[[RolloutBatch], LogprobRequest] | None = None,
+    ) -> Update:
+        """One optimizer step on this rank's rows of a minibatch; all ranks of the model call it together.
+
+        Args:
+            minibatch: this data-parallel rank's rows.
+            plan: their micro-batches.
+            loss: of a micro-batch and the head's output ``[..., b, S]``.
+            denominator: of the whole minibatch over all ranks, see `mrlhf.megatron.schedule.forward_backward`.
+            request: see `per_token`.
+        """
+        self.trainable.train(self.dropout)
+        self.trainable.zero_grad()
+        parts = forward_backward(
+            self.trainable.chunks,
+            [minibatch.select(rows).trim() for rows in plan],
+            loss,
+            denominator,
+            groups=self.groups,
+            tokens=_tokens,
+            request=request,
+        )
+        self.trainable.train(False)
+        updated, norm = self.trainable.step()
+        return Update(updated, norm, merge_metrics(parts))
+
+
+def in_label_frame(output: torch.Tensor) -> torch.Tensor:
+    """Drop the last slot of the head's output ``[..., b, S]``: nothing follows it, so it predicts no label."""
+    return output[..., :-1]
+
+
+def label_targets(batch: RolloutBatch) -> torch.Tensor:
+    """``[B, S]`` targets for the head: the labels, and anything valid for the last slot, which is dropped again."""
+    return torch.cat([labels(batch.tokens), batch.tokens[:, -1:]], dim=1)
+
+
+def pad_frame(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of the label frame ``[B, S-1]`` as a mask of slots ``[B, S]``."""
+    return torch.nn.functional.pad(mask, (0, 1))
+
+
+def _tokens(batch: RolloutBatch) -> torch.Tensor:
+    return batch.tokens

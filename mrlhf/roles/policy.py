@@ -1,0 +1,38 @@
+"""Models that give log-probs: the frozen reference, and what the actor shares with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mrlhf.megatron.model import LogprobRequest
+from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.model import RoleModel, label_targets, pad_frame
+from mrlhf.types import RolloutBatch
+
+
+def logprob_request(temperature: float, *, with_entropy: bool = False) -> Callable[[RolloutBatch], LogprobRequest]:
+    """Asks the head for the log-probs of a micro-batch's labels where ``gae_mask`` is True.
+
+    Temperature 0, greedy choice, has log-probs at 1.
+    """
+
+    def request(batch: RolloutBatch) -> LogprobRequest:
+        assert batch.gae_mask is not None, "masks are set before any log-prob is asked for"
+        return LogprobRequest(
+            targets=label_targets(batch),
+            wanted=pad_frame(batch.gae_mask),
+            temperature=temperature or 1.0,
+            with_entropy=with_entropy,
+        )
+
+    return request
+
+
+class PolicyModel(RoleModel):
+    """A language model as a role."""
+
+    def logprobs(self, batch: RolloutBatch, plan: Plan, *, temperature: float) -> torch.Tensor:
+        """``log p(label)`` where ``gae_mask`` is True, 0 elsewhere: ``[B, S-1]`` fp32 on every rank."""
+        return self.per_token(batch, plan, logprob_request(temperature))

@@ -1,0 +1,86 @@
+"""Where scores come from: reward models and Python functions."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mrlhf.errors import ConfigError, MrlhfError
+from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.model import RoleModel
+from mrlhf.types import RolloutBatch, gather_rows
+
+
+class RewardModel(RoleModel):
+    """A frozen one-label classifier, read at the last response token."""
+
+    def scores(self, batch: RolloutBatch, plan: Plan) -> torch.Tensor:
+        """``[B]`` fp32: the model's number after the last response token (of the prompt, where there is none)."""
+        return gather_rows(self.per_token(batch, plan), batch.lengths - 1)
+
+
+class RewardFunction:
+    """A Python function ``target(prompts, responses, **meta) -> list[float]``.
+
+    ``prompts`` and ``responses`` are lists of strings; ``meta`` has one list for each other field of the prompt file
+    (None where a line lacks it).
+    """
+
+    def __init__(self, target: str) -> None:
+        """Import the function.
+
+        Args:
+            target: ``package.module:callable``; modules of the current directory can be named.
+
+        Raises:
+            ConfigError: no such module or attribute, or it cannot be called.
+        """
+        self.target = target
+        module_name, _, attribute = target.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            found: Any = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"reward function {target}: {error}") from error
+        if not callable(found):
+            raise ConfigError(f"reward function {target}: {attribute} is a {type(found).__name__}, not callable")
+        self.function: Callable[..., Any] = found
+
+    def scores(
+        self, prompts: Sequence[str], responses: Sequence[str], meta: Mapping[str, Sequence[Any]]
+    ) -> list[float]:
+        """One finite number for each response.
+
+        Raises:
+            MrlhfError: the function raised, or answered anything else; the message names it and the response.
+        """
+        try:
+            answer = self.function(list(prompts), list(responses), **{k: list(v) for k, v in meta.items()})
+        except Exception as error:
+            raise MrlhfError(f"reward function {self.target} raised {type(error).__name__}: {error}") from error
+        return self._checked(answer, responses)
+
+    def _checked(self, answer: Any, responses: Sequence[str]) -> list[float]:
+        try:
+            scores = [float(score) for score in answer]
+        except (TypeError, ValueError) as error:
+            raise MrlhfError(
+                f"reward function {self.target} must return a list of numbers, got {type(answer).__name__}: {error}"
+            ) from error
+        if len(scores) != len(responses):
+            raise MrlhfError(
+                f"reward function {self.target} returned {len(scores)} scores for {len(responses)} responses"
+            )
+        for score, response in zip(scores, responses, strict=True):
+            if not math.isfinite(score):
+                raise MrlhfError(f"reward function {self.target} returned {score} for the response {response[:200]!r}")
+        return scores
