@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -257,11 +258,11 @@ class RolloutBatch:
         index = rows if isinstance(rows, slice) else torch.as_tensor(rows, device=self.tokens.device)
         if isinstance(index, Tensor) and index.dtype != torch.bool:
             index = index.long()
-        return replace(self, **{name: value[index] for name, value in self.tensors().items()})
+        return self._derived({name: value[index] for name, value in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         """All tensors on ``device``."""
-        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
+        return self._derived({name: value.to(device) for name, value in self.tensors().items()})
 
     def trim(self, width: int | None = None) -> RolloutBatch:
         """Cut or pad the rows to ``width`` slots; by default to what the longest row needs.
@@ -308,6 +309,13 @@ class RolloutBatch:
         width = max(b.width for b in batches)
         parts = [b.trim(width).tensors() for b in batches]
         return replace(first, **{name: torch.cat([p[name] for p in parts]) for name in names})
+
+    def _derived(self, tensors: dict[str, Tensor]) -> RolloutBatch:
+        """A copy with other tensors that are right by construction: no check, so no wait for a GPU."""
+        result = copy(self)
+        for name, value in tensors.items():
+            setattr(result, name, value)
+        return result
 
     def _check_shapes(self) -> None:
         if self.tokens.dim() != 2 or self.tokens.dtype != torch.int64:
