@@ -1,0 +1,364 @@
+"""Sampling from vocabulary-sharded logits without gathering them.
+
+Every tensor rank returns the same token, and the token does not depend on how the vocabulary is sharded: a weight is
+``floor(exp((x - max) / T) * 2**34)``, an integer, so the sums that decide are exact in float64 and free of order.
+Only within a fixed block of 128 columns is a sum rounded, and there its order is fixed by element-wise additions.
+(Invariance therefore needs shards of whole blocks, which padding the vocabulary to a multiple of ``128 * TP`` gives.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrlhf.parallel.vocab import gather_shards, group_size, shard_columns
+
+_BLOCK = 128
+# 2**18 tokens of weight up to 2**34 stay below float64's 2**53 exact integers, with room to spare.
+_SCALE = 2.0**34
+# Most candidates a shard sends; beyond that a kept set is found by bisection on its threshold.
+_MAX_CANDIDATES = 1024
+_NUCLEUS_CANDIDATES = 256
+# Weights are fp32 exponentials: a mass this close to top_p has reached it (p [.5, .3, .2] at .8 keeps two tokens).
+_MASS_TOLERANCE = 2.0**-20
+_LOWEST_KEY = torch.iinfo(torch.int64).min
+_INT32_MAX = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; the filters act in the order temperature, top-k, top-p, as in transformers.
+
+    Attributes:
+        temperature: divides the logits; 0 means greedy.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the fewest tokens, most probable first, whose share of what top-k kept is at least this; 1 keeps
+            all. The token that crosses the threshold is kept.
+        greedy: take the most probable token.
+
+    Ties at the edge of a kept set, and for the greedy maximum, go to the lower token id.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or positive, not {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no random number is used."""
+        return self.greedy or self.temperature == 0 or self.top_k == 1
+
+
+def sample_tokens(
+    logits: Tensor,
+    uniforms: Tensor,
+    params: SamplingParams,
+    *,
+    group: dist.ProcessGroup | None,
+    vocab_size: int,
+) -> Tensor:
+    """Draw one token per row by the inverse of the cumulative distribution.
+
+    Args:
+        logits: ``[N, V/TP]``, this rank's columns of the padded vocabulary (any floating dtype, used in fp32).
+        uniforms: ``[N]`` in [0, 1), fp32 or fp64, the same on every rank of ``group``; unused when greedy.
+        params: temperature and filters.
+        group: the tensor-parallel group; None when the vocabulary is not sharded.
+        vocab_size: true vocabulary size; an id at or beyond it is never returned.
+
+    Returns:
+        Token ids ``[N]`` int64, the same on every rank and for every sharding of the same logits.
+
+    Raises:
+        ValueError: wrong shapes, or a row whose logits hold NaN, +inf or only -inf.
+    """
+    if logits.dim() != 2 or uniforms.shape != logits.shape[:1]:
+        raise ValueError(f"need logits [N, V/TP] and uniforms [N], got {list(logits.shape)}, {list(uniforms.shape)}")
+    start, valid = shard_columns(logits.shape[1], group, vocab_size)
+    if logits.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    x = logits.detach()[:, :valid].float()
+    uniforms = uniforms.detach().double()
+    if params.is_greedy:
+        return _greedy(x, start, group)
+    shard = _Shard(x, start, params.temperature, group)
+    if 0 < params.top_k <= _MAX_CANDIDATES and params.top_k < vocab_size:
+        tokens, _done = _from_candidates(shard, uniforms, params.top_k, params.top_p, total=None)
+        return tokens
+    filtered = 0 < params.top_k < vocab_size
+    if params.top_p < 1 and not filtered:
+        count = min(_NUCLEUS_CANDIDATES, vocab_size)
+        tokens, done = _from_candidates(shard, uniforms, count, params.top_p, total=shard.total(shard.weights))
+        left = (~done).nonzero().squeeze(1)
+        if left.numel():
+            tokens[left] = _from_threshold(shard.rows(left), uniforms[left], params, filtered)
+        return tokens
+    if filtered:
+        return _from_threshold(shard, uniforms, params, filtered)
+    return _inverse_cdf(shard, shard.weights, uniforms)
+
+
+class _Shard:
+    """This rank's real columns and their integer weights; whatever is called `total` is over all shards."""
+
+    def __init__(self, x: Tensor, start: int, temperature: float, group: dist.ProcessGroup | None) -> None:
+        self.x, self.start, self.temperature, self.group = x, start, temperature, group
+        self.top = gather_shards(_row_max(x), group).amax(0)
+        _check_rows(self.top)
+        self.weights = self.weigh(x)
+
+    def rows(self, index: Tensor) -> _Shard:
+        """The same shard with some of the rows."""
+        part = object.__new__(_Shard)
+        part.start, part.temperature, part.group = self.start, self.temperature, self.group
+        part.x, part.top, part.weights = self.x[index], self.top[index], self.weights[index]
+        return part
+
+    def weigh(self, x: Tensor) -> Tensor:
+        """Integer-valued fp32 weights of logits ``x [N, ...]`` relative to the row's maximum."""
+        weights = x - self.top.unsqueeze(1)
+        if self.temperature != 1:
+            weights.div_(self.temperature)
+        return weights.exp_().mul_(_SCALE).floor_()
+
+    def total(self, measure: Tensor) -> Tensor:
+        """Sum of an integer-valued ``[N, columns]`` over all shards, ``[N]`` float64."""
+        return gather_shards(_block_sums(measure).sum(1), self.group).sum(0)
+
+
+def _row_max(x: Tensor) -> Tensor:
+    return x.amax(1) if x.shape[1] else x.new_full((x.shape[0],), float("-inf"))
+
+
+def _check_rows(top: Tensor) -> None:
+    bad = (~top.isfinite()).nonzero()
+    if bad.numel():
+        rows = bad.squeeze(1).tolist()
+        raise ValueError(f"cannot sample: the largest logit is {top[rows[0]].item()} in row(s) {rows[:8]}")
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums of 128 columns each, ``[N, blocks]`` float64; the order of addition does not depend on the width."""
+    short = -weights.shape[1] % _BLOCK
+    if short:
+        weights = torch.nn.functional.pad(weights, (0, short))
+    sums = weights.view(weights.shape[0], -1, _BLOCK)
+    while sums.shape[2] > 1:
+        half = sums.shape[2] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums.squeeze(2).double()
+
+
+def _greedy(x: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
+    if x.shape[1]:
+        value, index = x.max(1).values, x.argmax(1)  # argmax, unlike max, promises the first of equals
+    else:
+        value, index = _row_max(x), torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    values, ids = gather_shards(torch.stack([value.double(), (index + start).double()]), group).unbind(1)
+    top = values.amax(0)
+    _check_rows(top)
+    return torch.where(values == top, ids, float("inf")).amin(0).long()
+
+
+def _inverse_cdf(shard: _Shard, weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample from integer ``weights [N, columns]`` in the order of the token ids; two collectives of N numbers."""
+    blocks = _block_sums(weights).cumsum(1)
+    local = blocks[:, -1] if blocks.shape[1] else blocks.new_zeros(blocks.shape[0])
+    ends = gather_shards(local, shard.group).cumsum(0)
+    total = ends[-1]
+    target = torch.minimum((uniforms * total).floor(), total - 1)
+    tokens = torch.full_like(target, -1, dtype=torch.int64)
+    if weights.shape[1]:
+        offset = ends[0 if shard.group is None else dist.get_rank(shard.group)] - local
+        target = target - offset
+        own = (target >= 0) & (target < local)
+        picked = _pick_in_blocks(weights, blocks, torch.where(own, target, 0.0))
+        tokens = torch.where(own, picked + shard.start, tokens)
+    if group_size(shard.group) > 1:
+        dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=shard.group)
+    return tokens
+
+
+def _pick_in_blocks(weights: Tensor, blocks: Tensor, target: Tensor) -> Tensor:
+    """First column whose cumulative weight exceeds ``target [N]``; ``blocks`` are the cumulative block sums."""
+    block = torch.searchsorted(blocks, target.unsqueeze(1), right=True).clamp_(max=blocks.shape[1] - 1)
+    end = blocks.gather(1, block)
+    begin = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = columns < weights.shape[1]
+    part = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).double()
+    cumulative = torch.where(inside, part, 0.0).cumsum(1)
+    # The block's own sum was rounded to fp32; the place inside is scaled to the exact one.
+    exact = cumulative[:, -1:]
+    place = ((target.unsqueeze(1) - begin) * (exact / (end - begin).clamp(min=1))).floor()
+    place = torch.minimum(place, exact - 1).clamp_(min=0)
+    index = torch.searchsorted(cumulative, place, right=True).clamp_(max=_BLOCK - 1)
+    return columns.gather(1, index).squeeze(1)
+
+
+def _from_candidates(
+    shard: _Shard, uniforms: Tensor, count: int, top_p: float, total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sample among the ``count`` best tokens, cut to the nucleus, in the order of probability.
+
+    Args:
+        shard: this rank's columns.
+        uniforms: ``[N]`` float64.
+        count: candidates in all (fewer where the vocabulary has fewer).
+        top_p: share of ``total`` to keep.
+        total: the weight of all tokens ``[N]``; None when the candidates are all there is (top-k).
+
+    Returns:
+        Tokens ``[N]``, and whether the candidates held enough weight ``[N]`` bool.
+    """
+    keys = gather_shards(_best_keys(shard.x, shard.start, count).t().contiguous(), shard.group)
+    keys = keys.flatten(0, 1).t().contiguous().sort(1, descending=True).values[:, :count]
+    values, ids = _decode_keys(keys)
+    weights = shard.weigh(values).double()
+    cumulative = weights.cumsum(1)
+    total = cumulative[:, -1] if total is None else total
+    if top_p < 1:
+        target = (total * (top_p * (1 - _MASS_TOLERANCE))).unsqueeze(1)
+        done = cumulative[:, -1:] >= target
+        kept = (cumulative - weights < target).sum(1, keepdim=True)
+        mass = cumulative.gather(1, kept - 1)
+    else:
+        mass = cumulative[:, -1:]
+        done = torch.ones_like(mass, dtype=torch.bool)
+    place = torch.minimum((uniforms.unsqueeze(1) * mass).floor(), mass - 1)
+    index = torch.searchsorted(cumulative, place, right=True).clamp_(max=cumulative.shape[1] - 1)
+    return ids.gather(1, index).squeeze(1), done.squeeze(1)
+
+
+def _order(x: Tensor) -> Tensor:
+    """Map fp32 to int64 in [-2**31, 2**31), keeping the order and making -0.0 equal 0.0."""
+    bits = (x + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & _INT32_MAX)).long()
+
+
+def _from_order(order: Tensor) -> Tensor:
+    """The inverse of `_order`."""
+    bits = order.to(torch.int32)
+    return (bits ^ ((bits >> 31) & _INT32_MAX)).view(torch.float32)
+
+
+def _keys(x: Tensor, ids: Tensor) -> Tensor:
+    """Sort keys: larger logit first, then lower id."""
+    return (_order(x) << 32) | (0xFFFFFFFF - ids)
+
+
+def _decode_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    values = _from_order(keys >> 32)
+    return torch.where(keys == _LOWEST_KEY, float("-inf"), values), 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+
+
+def _best_keys(x: Tensor, start: int, count: int) -> Tensor:
+    """Keys of this shard's ``count`` best columns ``[N, count]`` in any order, padded with the lowest key."""
+    width = min(count, x.shape[1])
+    out = torch.full((x.shape[0], count), _LOWEST_KEY, dtype=torch.int64, device=x.device)
+    if width:
+        values, index = x.topk(width, sorted=False)
+        out[:, :width] = _keys(values, index + start)
+        # topk may take any of the columns that tie at its edge: those rows are done again on unique keys.
+        edge = values.amin(1, keepdim=True)
+        tied = ((x == edge).sum(1) > (values == edge).sum(1)).nonzero().squeeze(1)
+        if tied.numel():
+            ids = torch.arange(start, start + x.shape[1], device=x.device)
+            out[tied, :width] = _keys(x[tied], ids).topk(width, sorted=False).values
+    return out
+
+
+def _from_threshold(shard: _Shard, uniforms: Tensor, params: SamplingParams, top_k: bool) -> Tensor:
+    """Sample from kept sets too large to send: each is found by bisection on the logit at its edge."""
+    weights = shard.weights
+    if top_k:
+        target = torch.full_like(uniforms, float(params.top_k))
+        weights = torch.where(_keep_prefix(shard, torch.ones_like(weights), target), weights, 0.0)
+    if params.top_p < 1:
+        target = (shard.total(weights) * (params.top_p * (1 - _MASS_TOLERANCE))).ceil()
+        weights = torch.where(_keep_prefix(shard, weights, target), weights, 0.0)
+    return _inverse_cdf(shard, weights, uniforms)
+
+
+def _keep_prefix(shard: _Shard, measure: Tensor, target: Tensor) -> Tensor:
+    """The fewest columns, by falling logit and rising id, whose measure sums to ``target``.
+
+    Args:
+        shard: this rank's columns.
+        measure: ``[N, columns]`` integer-valued fp32, equal for equal logits unless 0.
+        target: ``[N]`` positive, at most the total measure.
+
+    Returns:
+        ``[N, columns]`` bool.
+    """
+    low = _order(torch.full_like(shard.top, float("-inf")))
+    high = _order(shard.top)
+    for _ in range(32):  # fp32 has fewer than 2**32 values; low always reaches the target
+        middle = low + (high - low + 1) // 2
+        edge = _from_order(middle).unsqueeze(1)
+        reached = shard.total(torch.where(shard.x >= edge, measure, 0.0)) >= target
+        low, high = torch.where(reached, middle, low), torch.where(reached, high, middle - 1)
+    edge = _from_order(low).unsqueeze(1)
+    above, tied = shard.x > edge, (shard.x == edge) & (measure > 0)
+    missing = target - shard.total(torch.where(above, measure, 0.0))
+    local = torch.where(tied, measure, 0.0)
+    each = gather_shards(local.amax(1) if local.shape[1] else torch.zeros_like(shard.top), shard.group).amax(0)
+    wanted = (missing / each.double()).ceil().clamp(min=1)
+    counts = gather_shards(tied.sum(1), shard.group).cumsum(0)
+    before = counts[0 if shard.group is None else dist.get_rank(shard.group)] - tied.sum(1)
+    rank = tied.cumsum(1) + before.unsqueeze(1)
+    return above | (tied & (rank <= wanted.unsqueeze(1)))
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _signed(word: int) -> int:
+    word &= 2**64 - 1
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _mix(word: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words; int64 wraps around."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        word = (word ^ _logical_shift(word, shift)) * _signed(factor)
+    return word ^ _logical_shift(word, 31)
+
+
+def _logical_shift(word: Tensor, bits: int) -> Tensor:
+    return (word >> bits) & (2 ** (64 - bits) - 1)
+
+
+def uniform_for(seed: int, step: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """Random numbers that depend on these four numbers alone, not on layout, batch or call order.
+
+    Counter-based: each number in turn is added to the state and the state is mixed by SplitMix64's bijection.
+
+    Args:
+        seed: the run's seed, any integer.
+        step: rollout step.
+        sample_ids: ``[N]`` integers, the global id of each sequence.
+        positions: ``[N]`` integers, the position of the token to be drawn.
+
+    Returns:
+        ``[N]`` float64 in [0, 1), on the device of ``sample_ids``.
+    """
+    state = torch.tensor(_signed(seed + _GOLDEN), dtype=torch.int64, device=sample_ids.device)
+    for word in (torch.tensor(_signed(step), device=state.device), sample_ids.long(), positions.long()):
+        state = _mix(_mix(state) + word + _signed(_GOLDEN))
+    return _logical_shift(_mix(state + _signed(_GOLDEN)), 11).double() * 2.0**-53
