@@ -43,6 +43,7 @@ setup(
         "mpi": MPI,
         "wandb": WANDB,
         "dev": [
+            *MPI,
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",

@@ -57,9 +57,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> PPOCo
     for override in overrides:
         _apply_override(merged, override)
     try:
-        data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        unset = sorted(OmegaConf.missing_keys(merged))
+        data = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{_origin(path)}: {_first_line(error)}") from None
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{_origin(path)}: {key}{_first_line(error)}") from None
+    if unset:
+        raise ConfigError(f"{_origin(path)}: no value was given for {', '.join(unset)}, marked ??? as mandatory")
     return _fill_paths(_validate(data, _origin(path)))
 
 

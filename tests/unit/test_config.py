@@ -1,0 +1,220 @@
+"""The configuration: merged, strict, and every mistake named with its key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from mrlhf.config import PPOConfig, check_files, check_run, load_config, option_table, to_yaml
+from mrlhf.errors import ConfigError
+from mrlhf.model_config import ModelConfig
+
+VALID = """
+actor: {path: models/actor}
+data: {prompts: prompts.jsonl}
+reward:
+  sources:
+    - {kind: model, path: models/reward}
+    - {kind: function, target: "package.module:score", weight: 0.5}
+rollout: {prompts_per_iteration: 8, samples_per_prompt: 2, max_response_length: 16}
+ppo: {minibatch_size: 4}
+trainer: {iterations: 3}
+optimizer: {actor: {lr: 1e-6}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(VALID)
+    return path
+
+
+def refusal(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_defaults_and_derived_paths(file: Path) -> None:
+    config = load_config(file)
+    assert config.rows_per_iteration == 16
+    assert config.critic_path == config.critic.path == "models/reward"
+    assert config.reference_path == config.tokenizer_path == "models/actor"
+    assert (config.optimizer.actor.lr, config.optimizer.critic.lr) == (1e-6, 5e-6)
+    ppo = config.ppo
+    assert (ppo.kl_coef, ppo.score_clip, ppo.clip_eps, ppo.value_clip) == (0.1, 5, 0.2, 0.2)
+    assert (ppo.gamma, ppo.gae_lambda) == (1, 0.95)
+    only_function = load_config(file, ["reward.sources=[{kind: function, target: 'a.b:c'}]"])
+    assert only_function.critic_path == "models/actor"
+
+
+def test_overrides_win_and_reach_into_lists(file: Path) -> None:
+    config = load_config(
+        file,
+        [
+            "ppo.epochs=2",
+            "reward.sources[0].weight=2",
+            "rollout.stop_token_ids=[1,2]",
+            "optimizer.critic.lr=1e-4",
+            "critic.path=${actor.path}",
+            "ppo.dual_clip=null",
+        ],
+    )
+    assert config.ppo.epochs == 2
+    assert config.reward.sources[0].weight == 2
+    assert config.rollout.stop_token_ids == (1, 2)
+    assert config.optimizer.critic.lr == 1e-4
+    assert config.critic.path == "models/actor"
+    assert config.ppo.dual_clip is None
+
+
+def test_yaml_round_trip(file: Path, tmp_path: Path) -> None:
+    config = load_config(file, ["seed=7", "optimizer.actor.eps=1e-9"])
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load_config(again) == config
+
+
+def test_frozen(file: Path) -> None:
+    config = load_config(file)
+    with pytest.raises(ValidationError):
+        config.seed = 3
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("ppo.epoch=2", "ppo.epoch: unknown key; did you mean ppo.epochs?"),
+        ("ppo.lr=1", "did you mean optimizer.actor.lr or optimizer.critic.lr?"),
+        ("tensor_model_parallel_size=2", "did you mean parallel.tensor_model_parallel_size?"),
+        ("reward.sources[1].weigth=1", "reward.sources[1].weigth: unknown key; did you mean reward.sources[1].weight?"),
+        ("parallel.xyz=1", "the keys here are tensor_model_parallel_size"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(file: Path, override: str, suggestion: str) -> None:
+    assert suggestion in refusal(file, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("ppo.gamma=abc", ["ppo.gamma: given 'abc'", "number"]),
+        ("ppo.gamma=1.5", ["ppo.gamma: given 1.5", "at most 1"]),
+        ("ppo.gamma=.nan", ["ppo.gamma: given nan"]),
+        ("ppo.clip_eps=.inf", ["ppo.clip_eps: given inf", "finite"]),
+        ("ppo.epochs=true", ["ppo.epochs: given True", "integer"]),
+        ("ppo.epochs=1.5", ["ppo.epochs: given 1.5", "integer"]),
+        ("ppo.epochs=0", ["ppo.epochs: given 0", "at least 1"]),
+        ("semantics=trl", ["semantics: given 'trl'", "'standard' or 'deepspeed_chat'"]),
+        ("rollout=3", ["rollout: given 3", "a mapping of keys to values"]),
+        ("reward.sources[0].kind=foo", ["reward.sources[0].kind: given 'foo'", "'model', 'function'"]),
+        ("reward.sources=[{path: x}]", ["reward.sources[0]: given {'path': 'x'}", "kind: model"]),
+        ("reward.sources=[]", ["reward: sources is empty"]),
+        ("reward.sources[1].target=nocolon", ["reward.sources[1].target: given 'nocolon'"]),
+        ("optimizer.critic.min_lr=1", ["optimizer.critic: min_lr 1.0 is over lr 5e-06"]),
+        ("optimizer.actor.warmup_iterations=9", ["optimizer.actor.warmup_iterations 9", "trainer.iterations 3"]),
+        ("ppo.ds_group_size=2", ["ppo.ds_group_size 2", "semantics=deepspeed_chat"]),
+        ("rollout.temperature=0", ["samples_per_prompt 2", "greedy"]),
+        ("ppo", ["'ppo'", "expected key=value"]),
+        ("seed=[1", ["'seed=[1'", "not valid YAML"]),
+        ("reward.sources[7].weight=1", ["reward.sources[7].weight=1"]),
+        ("actor.path=${nowhere}", ["nowhere"]),
+        ("actor.path=???", ["actor.path"]),
+    ],
+)
+def test_bad_values_name_key_value_and_expectation(file: Path, override: str, parts: list[str]) -> None:
+    message = refusal(file, override)
+    for part in parts:
+        assert part in message
+
+
+def test_deepspeed_chat_rules(file: Path) -> None:
+    assert load_config(file, ["semantics=deepspeed_chat", "ppo.ds_group_size=2"]).ppo.ds_group_size == 2
+    assert "not a multiple of ppo.ds_group_size 3" in refusal(file, "semantics=deepspeed_chat", "ppo.ds_group_size=3")
+    assert "whiten_advantages" in refusal(file, "semantics=deepspeed_chat", "ppo.whiten_advantages=true")
+
+
+def test_all_mistakes_in_one_message(file: Path) -> None:
+    message = refusal(file, "ppo.epoch=2", "ppo.gamma=abc", "rollout.max_response_length=0")
+    assert str(file) in message
+    assert message.count("\n") == 3
+
+
+def test_nothing_given_names_what_is_required() -> None:
+    message = refusal(None)
+    for key in ("actor.path", "reward.sources", "data.prompts", "ppo.minibatch_size", "trainer.iterations"):
+        assert f"{key}: required" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a: 1\nb: {c: 1\nd: 2\n", [":3:", "not valid YAML"]),
+        ("a: 1\na: 2\n", [":2:", "duplicate key a"]),
+        ("- 1\n", ["a mapping of keys to values", "list"]),
+        ("", ["actor.path: required"]),
+    ],
+)
+def test_bad_files_name_file_and_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    message = refusal(path)
+    assert str(path) in message
+    for part in parts:
+        assert part in message
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "no such file" in refusal(tmp_path / "none.yaml")
+    assert "is a folder" in refusal(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00a")
+    assert "cannot be read as YAML" in refusal(tmp_path / "binary.yaml")
+
+
+def test_option_table_is_complete_and_described(file: Path) -> None:
+    options = {option.name: option for option in option_table(PPOConfig)}
+    assert all(option.description and option.type for option in options.values())
+    assert options["ppo.kl_coef"][1:3] == ("float", "0.1")
+    assert options["actor.path"][1:3] == ("str", "required")
+    assert options["critic.head"].type == "auto|loaded|fresh"
+    assert options["optimizer.critic.lr"].default == "5e-06"
+    assert options["parallel.virtual_pipeline_model_parallel_size"][1:3] == ("int or null", "null")
+
+    def leaves(tree: object, prefix: str = "") -> set[str]:
+        if isinstance(tree, dict):
+            return {name for key, value in tree.items() for name in leaves(value, f"{prefix}.{key}" if prefix else key)}
+        return {prefix}
+
+    assert leaves(yaml.safe_load(to_yaml(load_config(file)))) == {name for name in options if "[]" not in name}
+
+
+def test_missing_files_are_named_together(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "actor"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    prompts = tmp_path / "prompts.jsonl"
+    overrides = [f"actor.path={folder}", f"data.prompts={prompts}", f"reward.sources[0].path={tmp_path}"]
+    config = load_config(file, overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_files(config)
+    message = str(caught.value)
+    assert f"data.prompts: {prompts} is not a file" in message
+    assert f"reward.sources[0].path: {tmp_path} has no config.json" in message
+    assert "actor.path" not in message
+    prompts.write_text("{}\n")
+    check_files(config, sections=("actor", "data", "tokenizer"))
+    with pytest.raises(ConfigError, match="reward"):
+        check_files(config)
+
+
+def test_check_run_needs_no_process_group(file: Path) -> None:
+    model = ModelConfig("llama", 64, 4, 4, 2, 16, 128, 97, 256)
+    config = load_config(file, ["parallel.tensor_model_parallel_size=4", "data.max_prompt_length=250"])
+    with pytest.raises(ConfigError) as caught:
+        check_run(config, 6, {"actor": model, "reward": model})
+    message = str(caught.value)
+    for part in ("world size 6", "actor: 2 key-value heads", "250 prompt + 16 response", "reward: "):
+        assert part in message
+    check_run(load_config(file, ["data.max_prompt_length=240"]), 4, {"actor": model})
