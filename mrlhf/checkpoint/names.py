@@ -66,7 +66,7 @@ def add_value_bias(chunks: Sequence[Any]) -> None:
             continue
         if unwrap(chunk) is not chunk:
             raise CheckpointError("the checkpoint's value head has a bias: load it before the model is wrapped")
-        bias = torch.nn.Parameter(torch.zeros_like(head.weight[:, 0]), requires_grad=head.weight.requires_grad)
+        bias = torch.nn.Parameter(head.weight.new_zeros(1), requires_grad=head.weight.requires_grad)
         if hasattr(head.weight, "sequence_parallel"):
             bias.sequence_parallel = head.weight.sequence_parallel
         head.bias = bias

@@ -178,8 +178,10 @@ class SafetensorsWriter:
         if self._files[name] != self._current:
             self._begin(self._files[name])
         assert self._handle is not None
-        data = tensor.detach().to("cpu", self._dtype).contiguous().reshape(-1).view(torch.uint8)
-        self._handle.write(memoryview(data.numpy()))
+        flat = tensor.detach().to("cpu", self._dtype).reshape(-1)
+        if flat.stride(0) != 1:  # one element cut out of a row: contiguous by torch's rules, but not viewable as bytes
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        self._handle.write(memoryview(flat.view(torch.uint8).numpy()))
 
     def _finish(self) -> None:
         if self._pending:

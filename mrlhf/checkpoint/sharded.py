@@ -13,8 +13,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
-from mrlhf.checkpoint.names import OUTPUT_WEIGHT, all_parameters, unwrap
+from mrlhf.checkpoint.names import EMBEDDING, OUTPUT_WEIGHT, all_parameters, unwrap
 from mrlhf.errors import CheckpointError
 
 _OUTPUT_LAYER = "output_layer."
@@ -31,14 +33,37 @@ def use_forked_results_queue() -> None:
         filesystem_async._results_queue = _fork.Manager().Queue()
 
 
+def sharded_stage(chunk: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
+    """Megatron's sharded state dict of one stage, with the keys of its own ``GPTModel.sharded_state_dict``.
+
+    That method asks ``parallel_state`` for the data-parallel rank where a tied head lives on a later stage than the
+    embedding (``tie_embeddings_and_output_weights_state_dict``), and we never fill that global; so its two additions
+    to the generic method are made here, from ``groups``: the tied copy, and room for another vocabulary padding.
+    """
+    model: Any = unwrap(chunk)
+    state: dict[str, Any] = MegatronModule.sharded_state_dict(model, metadata={"dp_cp_group": groups.dp_cp})
+    state.pop("output_layer._extra_state", None)
+    if not model.post_process:
+        return state
+    if model.share_embeddings_and_output_weights:
+        if not model.pre_process:
+            state[OUTPUT_WEIGHT] = make_tp_sharded_tensor_for_checkpoint(
+                tensor=model.shared_embedding_or_output_weight(),
+                key=EMBEDDING,
+                replica_id=(1, 0, groups.dp_cp.rank()),  # 1: a copy of the first stage's
+                allow_shape_mismatch=True,
+                tp_group=groups.tp,
+                dp_cp_group=groups.dp_cp,
+            )
+    else:
+        state[OUTPUT_WEIGHT].allow_shape_mismatch = True
+    return state
+
+
 def sharded_weights(chunks: Sequence[Any], groups: ProcessGroupCollection) -> dict[str, Any]:
-    """Megatron's sharded state dict of all virtual stages: ``model``, or ``model0``, ``model1``, ..."""
-    metadata = {"dp_cp_group": groups.dp_cp}
+    """The sharded state of all virtual stages: ``model``, or ``model0``, ``model1``, ..."""
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-    return {
-        name: unwrap(chunk).sharded_state_dict(metadata=dict(metadata))
-        for name, chunk in zip(names, chunks, strict=True)
-    }
+    return {name: sharded_stage(chunk, groups) for name, chunk in zip(names, chunks, strict=True)}
 
 
 def save_sharded_weights(chunks: Sequence[Any], folder: str | Path, *, groups: ProcessGroupCollection) -> None:
@@ -93,6 +118,6 @@ def load_sharded_weights(
 
 def _zero_padding(chunks: Sequence[Any], groups: ProcessGroupCollection, vocab_size: int) -> None:
     for name, param in all_parameters(chunks).items():
-        if name.startswith("embedding.word_embeddings.") or (name == OUTPUT_WEIGHT and param.shape[0] > 1):
+        if name == EMBEDDING or (name == OUTPUT_WEIGHT and param.shape[0] > 1):
             first = groups.tp.rank() * param.shape[0]
             param[max(vocab_size - first, 0) :].zero_()
