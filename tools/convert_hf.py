@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 
-from mrlhf.checkpoint.convert import DTYPES, export_megatron, import_hf
 from mrlhf.errors import MrlhfError
 
 
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--target", required=True, help="folder to write")
         command.add_argument("--tensor-model-parallel-size", "--tp", type=int, default=1)
         command.add_argument("--pipeline-model-parallel-size", "--pp", type=int, default=1)
-        command.add_argument("--dtype", choices=sorted(DTYPES), help="default: the source's")
+        command.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="default: the source's")
         command.add_argument("--overwrite", action="store_true", help="replace an existing target")
     commands.choices["import"].add_argument(
         "--head", choices=["lm", "value"], help="default: what the source has; value on a language model is fresh"
@@ -39,6 +39,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one conversion; 2 on an error that the user can mend."""
     options = parser().parse_args(argv)
+    # What Megatron-Core and torch say about their own internals at import and on saving tells the user nothing.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    from mrlhf.checkpoint.convert import DTYPES, export_megatron, import_hf
+
     common = {
         "tensor_model_parallel_size": options.tensor_model_parallel_size,
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,

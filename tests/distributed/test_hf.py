@@ -444,6 +444,23 @@ def test_megatron_folder_of_a_classifier(tmp_path: Path) -> None:
     assert "no language-model head" in run_ranks(_message, 1, folder)[0]
 
 
+def _tool(arguments: list[str]) -> int:
+    from tools.convert_hf import main
+
+    return main(arguments)
+
+
+def test_command_line_both_ways(models: dict[str, str], tmp_path: Path) -> None:
+    megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
+    arguments = ["import", "--source", models["tied"], "--target", megatron, "--tp", "2"]
+    assert run_ranks(_tool, 2, arguments) == [0, 0]
+    assert run_ranks(_tool, 1, arguments) == [2], "wrong number of processes"
+    assert run_ranks(_tool, 1, ["export", "--source", megatron, "--target", back, "--max-shard-size", "1e-4"]) == [0]
+    _assert_same(models["tied"], back)
+    assert len(list(Path(back).glob("*.safetensors"))) > 1
+    assert (Path(back) / "chat_template.jinja").exists()
+
+
 def _peak_anonymous_growth(run: Any) -> int:
     """Largest growth of this process's anonymous (not file-backed) memory while ``run`` runs, in bytes."""
 
