@@ -17,6 +17,8 @@ from torch import Tensor
 _CHUNK_ELEMENTS = 1 << 20
 # exp(-inf) * -inf is NaN although its limit is 0; a floor this low leaves every other term unchanged.
 LOGIT_FLOOR = -1e30
+# torch 2.13 renamed the operator and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TokenStatistics(NamedTuple):
@@ -62,7 +64,7 @@ def gather_shards(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if size == 1 or local.numel() == 0:
         return local.expand(size, *local.shape)
     gathered = local.new_empty((size * local.shape[0], *local.shape[1:]))
-    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+    _all_gather(gathered, local.contiguous(), group=group)
     return gathered.view(size, *local.shape)
 
 

@@ -306,16 +306,23 @@ def _keep_prefix(shard: _Shard, measure: Tensor, target: Tensor) -> Tensor:
     Returns:
         ``[N, columns]`` bool.
     """
+    # Prefix sums of the shard's sorted measures: integers, so exact in float64 whatever the order of ties.
+    negated, index = (-shard.x).sort(1)
+    sums = torch.nn.functional.pad(measure.gather(1, index).double().cumsum(1), (1, 0))
+
+    def mass(edge: Tensor, inclusive: bool) -> Tensor:
+        count = torch.searchsorted(negated, -edge, right=inclusive)
+        return gather_shards(sums.gather(1, count).squeeze(1), shard.group).sum(0)
+
     low = _order(torch.full_like(shard.top, float("-inf")))
     high = _order(shard.top)
     for _ in range(32):  # fp32 has fewer than 2**32 values; low always reaches the target
         middle = low + (high - low + 1) // 2
-        edge = _from_order(middle).unsqueeze(1)
-        reached = shard.total(torch.where(shard.x >= edge, measure, 0.0)) >= target
+        reached = mass(_from_order(middle).unsqueeze(1), inclusive=True) >= target
         low, high = torch.where(reached, middle, low), torch.where(reached, high, middle - 1)
     edge = _from_order(low).unsqueeze(1)
     above, tied = shard.x > edge, (shard.x == edge) & (measure > 0)
-    missing = target - shard.total(torch.where(above, measure, 0.0))
+    missing = target - mass(edge, inclusive=False)
     local = torch.where(tied, measure, 0.0)
     each = gather_shards(local.amax(1) if local.shape[1] else torch.zeros_like(shard.top), shard.group).amax(0)
     wanted = (missing / each.double()).ceil().clamp(min=1)

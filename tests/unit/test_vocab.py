@@ -1,5 +1,11 @@
 """Vocabulary log-probs and the tiled head without sharding."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -196,3 +202,12 @@ def test_fused_frozen_weight():
     got = torch.autograd.grad(fused_logprobs(hidden, frozen, targets, group=None, vocab_size=20)[0].sum(), hidden)
     want = torch.autograd.grad(fused_logprobs(hidden, weight, targets, group=None, vocab_size=20)[0].sum(), hidden)
     torch.testing.assert_close(got, want)
+
+
+def test_fused_peak_memory_is_a_few_tiles():
+    """In a process of its own; the logits alone would be 128 MiB in fp32, a tile is 2 MiB."""
+    script = Path(__file__).parents[2] / "benchmarks" / "logprob_head.py"
+    command = [sys.executable, str(script), "--tokens", "2048", "--hidden", "32", "--vocab", "16384", "--entropy"]
+    output = subprocess.run([*command, "--variant", "fused"], check=True, capture_output=True, text=True,
+                            cwd=script.parents[1], env={**os.environ, "PYTHONPATH": "."}).stdout  # fmt: skip
+    assert json.loads(output.splitlines()[-1])["extra_megabytes"] < 24
