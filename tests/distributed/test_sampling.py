@@ -31,30 +31,32 @@ def draw(kind):
     return logits
 
 
-def _sample(kind, vocab_size):
-    logits = draw(kind)
+CASES = (("plain", VOCAB), ("ties", VOCAB), ("plain", 500))  # 500: the last shards hold padding only
+
+
+def _sample(sharded):
     uniforms = uniform_for(3, 0, torch.arange(64), torch.full((64,), 9))
+    group = dist.group.WORLD if sharded else None
     return torch.stack(
         [
-            sample_tokens(shard(logits), uniforms, params, group=dist.group.WORLD, vocab_size=vocab_size)
+            sample_tokens(shard(full) if sharded else full, uniforms, params, group=group, vocab_size=vocab_size)
+            for kind, vocab_size in CASES
+            for full in [draw(kind)]
             for params in PARAMS
         ]
     )
 
 
 def test_same_token_under_every_sharding(run_ranks):
-    for kind, vocab_size in (("plain", VOCAB), ("ties", VOCAB), ("plain", 500)):  # 500: shards of padding only
-        logits = draw(kind)
-        uniforms = uniform_for(3, 0, torch.arange(64), torch.full((64,), 9))
-        expected = torch.stack(
-            [sample_tokens(logits, uniforms, params, group=None, vocab_size=vocab_size) for params in PARAMS]
-        )
-        assert expected.max() < vocab_size
-        assert torch.equal(expected[2], logits[:, :vocab_size].float().argmax(1))
-        assert expected.unique().numel() > 100
-        for tp in (2, 3, 4):
-            for tokens in run_ranks(_sample, tp, kind, vocab_size):
-                assert torch.equal(tokens, expected), (kind, tp, (tokens != expected).sum(1))
+    expected = _sample(False)
+    for i, (kind, vocab_size) in enumerate(CASES):
+        tokens = expected[i * len(PARAMS) : (i + 1) * len(PARAMS)]
+        assert tokens.max() < vocab_size
+        assert torch.equal(tokens[2], draw(kind)[:, :vocab_size].float().argmax(1))
+        assert tokens.unique().numel() > 100
+    for tp in (2, 3, 4):
+        for tokens in run_ranks(_sample, tp, True):
+            assert torch.equal(tokens, expected), (tp, (tokens != expected).sum(1))
 
 
 def _largest_message():
