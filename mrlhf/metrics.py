@@ -58,6 +58,10 @@ class MetricAccumulator:
             merged.add({name: _metric(*entry) for name, entry in state.items()})
         return merged
 
+    def metrics(self) -> dict[str, Metric]:
+        """What has been added up so far, by name."""
+        return dict(self._metrics)
+
     def results(self) -> dict[str, float]:
         """The numbers to log, by name in the order of first appearance; NaN where nothing was counted."""
         return {name: metric.result() for name, metric in self._metrics.items()}

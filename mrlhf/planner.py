@@ -19,8 +19,8 @@ class ParallelSizes:
     """How many ranks share one model, and how.
 
     ``virtual_pipeline_model_parallel_size`` is the number of virtual stages on each pipeline rank; 1 means None.
-    ``sequence_parallel`` has nothing to split without tensor parallelism and is then False. Without the two last numbers
-    all stages have equally many layers.
+    ``sequence_parallel`` has nothing to split without tensor parallelism and is then False. Without the two last
+    numbers all stages have equally many layers.
     """
 
     world_size: int = 1

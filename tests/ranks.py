@@ -34,6 +34,8 @@ def _worker(rank: int, world_size: int, store: str, fn: Callable[..., Any], args
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    # Code under test that looks for a launcher finds torchrun's variables; the address is not used.
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     try:
         from mrlhf.megatron import device
 

@@ -1,0 +1,7 @@
+"""Megatron-Core models, schedules and optimizers, on CUDA and without it."""
+
+import warnings
+
+# Megatron-Core says at import, many times, what it falls back to; `mrlhf.megatron.spec` says once what is used.
+warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
+warnings.filterwarnings("ignore", message=r"full scope is deprecated")

@@ -1,9 +1,10 @@
 """The only place that knows CUDA may be missing.
 
-Megatron-Core names CUDA in tensor factories (``device="cuda"``, ``torch.cuda.current_device()``) and in a few type-string
-checks. On a machine without CUDA `install` gives a fixed list of its modules a ``torch`` attribute that is a copy of
-torch's namespace in which those factories and ``torch.cuda`` mean the CPU. Ordinary tensor operations are not touched
-(a global TorchFunctionMode would add about 20% to a small training step). On CUDA `install` changes nothing.
+Megatron-Core names CUDA in tensor factories (``device="cuda"``, ``torch.cuda.current_device()``) and in a few
+type-string checks. On a machine without CUDA `install` gives a fixed list of its modules a ``torch`` attribute that is
+a copy of torch's namespace in which those factories and ``torch.cuda`` mean the CPU. Ordinary tensor operations are
+not touched (a global TorchFunctionMode would add about 20% to a small training step). On CUDA `install` changes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 import importlib
 import re
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +91,6 @@ def install() -> None:
     Raises:
         MrlhfError: the installed Megatron-Core is of an unknown version.
     """
-    warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
-    warnings.filterwarnings("ignore", message=r".*Apex is not installed.*")
     megatron_version()
     if has_cuda():
         return

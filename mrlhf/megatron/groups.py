@@ -14,6 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from mrlhf.parallel.layout import GroupKind, RankGrid
 from mrlhf.planner import ParallelSizes
 
+__all__ = ["ProcessGroupCollection", "build_groups"]
+
 
 def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None) -> ProcessGroupCollection:
     """Create every group of the layout; all ranks of the world call this together.

@@ -9,6 +9,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrlhf.megatron import device
@@ -186,6 +192,7 @@ def build_model(
         chunk = _build_stage(model, config, groups, head, first, last, stage if virtual else None)
         if last:
             _replace_head(chunk, model, config, groups, head, value_bias)
+        _mark_sharded(chunk)
         chunk.requires_grad_(trainable)
         chunks.append(chunk.to(device.device()).eval())
     return chunks
@@ -249,3 +256,17 @@ def _replace_head(
     if weight is not None:
         # GPTModel's own parameter, with the marks it carries (shared embedding, embedding-or-output parameter).
         stage.output_layer.weight = weight
+
+
+def _mark_sharded(chunk: torch.nn.Module) -> None:
+    """Mark every weight that is a shard.
+
+    Megatron sets the marks while it initialises weights, which is left out here. Without them the gradient norm would
+    count the shards of tensor rank 0 only, and clipping would be wrong without any error.
+    """
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in chunk.modules():
+        for kind, dim in dims.items():
+            weight = getattr(module, "weight", None) if isinstance(module, kind) else None
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)

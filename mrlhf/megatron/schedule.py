@@ -18,13 +18,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 Batch = TypeVar("Batch")
-Model = torch.nn.Module
 Request = Callable[[Batch], Any]
 """Builds what the head of the last stage gets as ``labels`` (see `mrlhf.megatron.model`), or None."""
 
 
 def forward_only(
-    chunks: Sequence[Model],
+    chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[Batch],
     post: Callable[[Batch, torch.Tensor], Any],
     *,
@@ -53,7 +52,7 @@ def forward_only(
         # The interleaved schedule works in groups of PP micro-batches; the repeated ones are dropped below.
         padded += [padded[-1]] * (-count % groups.pp.size())
 
-    def step(iterator: Iterator[Batch], model: Model, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def step(iterator: Iterator[Batch], model: torch.nn.Module, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(iterator)
         output = _call(model, tokens(batch), request(batch) if request else None)
         return output, lambda out, non_loss_data=False: post(batch, out)
@@ -64,7 +63,7 @@ def forward_only(
 
 
 def forward_backward(
-    chunks: Sequence[Model],
+    chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[Batch],
     loss: Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]],
     denominator: float,
@@ -99,7 +98,7 @@ def forward_backward(
         )
     scale = count * groups.dp_cp.size() / (groups.cp.size() * (denominator if denominator > 0 else 1.0))
 
-    def step(iterator: Iterator[Batch], model: Model, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def step(iterator: Iterator[Batch], model: torch.nn.Module, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(iterator)
         output = _call(model, tokens(batch), request(batch) if request else None)
 
@@ -113,14 +112,14 @@ def forward_backward(
     return _run(chunks, list(micro_batches), step, groups, forward_only=False)
 
 
-def _call(model: Model, tokens: torch.Tensor, request: Any) -> torch.Tensor:
+def _call(model: torch.nn.Module, tokens: torch.Tensor, request: Any) -> torch.Tensor:
     positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
     output: torch.Tensor = model(tokens, positions, None, labels=request)
     return output
 
 
 def _run(
-    chunks: Sequence[Model],
+    chunks: Sequence[torch.nn.Module],
     micro_batches: list[Any],
     step: Callable[..., Any],
     groups: ProcessGroupCollection,

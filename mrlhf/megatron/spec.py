@@ -40,9 +40,7 @@ class Parts:
 
 def has_apex() -> bool:
     """Whether NVIDIA's Apex is installed; the unrelated PyPI package of that name has no ``normalization``."""
-    return (
-        importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.normalization") is not None
-    )
+    return importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.normalization") is not None
 
 
 def has_transformer_engine() -> bool:

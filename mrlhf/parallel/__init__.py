@@ -1,0 +1,1 @@
+"""Launching, layouts and collectives."""

@@ -1,0 +1,1 @@
+"""The four models of PPO and what each is asked."""

@@ -1,8 +1,8 @@
 """Generation on the actor's own sharded weights.
 
 The interface is narrow on purpose: requests in, generations out, in the same order. Requests run in batches of
-``slots`` rows; prompts are prefilled packed, without padding; rows that have ended leave the decoding steps. All ranks of
-a model-parallel replica hold the same requests and see the same tokens, so they stay in step; replicas do not
+``slots`` rows; prompts are prefilled packed, without padding; rows that have ended leave the decoding steps. All ranks
+of a model-parallel replica hold the same requests and see the same tokens, so they stay in step; replicas do not
 communicate, so one that ends early waits for nobody here.
 """
 

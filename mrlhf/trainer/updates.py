@@ -89,7 +89,8 @@ class Updater:
         settings, groups = self.settings, self.actor.groups
         # Tensor ranks hold the same numbers; only one of them counts.
         counts = self.actor.is_last_stage and groups.tp.rank() == 0
-        metrics, updates = MetricAccumulator(), []
+        metrics = MetricAccumulator()
+        updates: list[tuple[Update, Update]] = []
         for epoch in range(settings.epochs):
             for rows in minibatch_rows(
                 batch.size,
@@ -111,9 +112,7 @@ class Updater:
 
     def _step(self, batch: RolloutBatch, rows: list[int]) -> tuple[Update, Update]:
         settings, groups = self.settings, self.actor.groups
-        mine, denominator = prepare_minibatch(
-            batch, rows, settings, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
-        )
+        mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
         virtual = len(self.actor.chunks) > 1
         plan = make_plan(
             (mine.lengths + 1).tolist(),

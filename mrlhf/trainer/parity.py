@@ -1,0 +1,309 @@
+"""Replays a recorded PPO trajectory under a parallel layout and compares every number."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from mrlhf.checkpoint.hf_export import export_hf
+from mrlhf.megatron.schedule import forward_only
+from mrlhf.parallel.batches import gather_batch
+from mrlhf.parallel.collectives import all_reduce_metrics, broadcast_from_last_stage
+from mrlhf.parallel.layout import data_parallel_slice
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.micro_batches import make_plan
+from mrlhf.roles.model import RoleModel, Update
+from mrlhf.roles.reference import Reference
+from mrlhf.roles.reward import RewardModel
+from mrlhf.rollout.engine import GenerationRequest
+from mrlhf.rollout.sampling import SamplingParams, sample_tokens
+from mrlhf.trainer import job as jobs
+from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
+from mrlhf.trainer.recording import Recording, read_recording, strip_left_padding
+from mrlhf.trainer.settings import shaping_settings, update_settings
+from mrlhf.trainer.updates import Updater
+from mrlhf.types import RolloutBatch
+
+Kind = Literal["absolute", "relative", "loss", "identical"]
+LOSS_ABSOLUTE, LOSS_RELATIVE = 1e-4, 5e-4
+
+
+@dataclass
+class Comparison:
+    """One quantity: its largest deviation so far and what is allowed."""
+
+    tolerance: float
+    kind: Kind
+    deviation: float = 0.0
+    count: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was compared and all of it agrees (NaN does not)."""
+        return self.count > 0 and self.deviation <= self.tolerance
+
+
+@dataclass
+class Report:
+    """All comparisons by name, in order."""
+
+    rows: dict[str, Comparison] = field(default_factory=dict)
+
+    def compare(self, name: str, ours: Any, recorded: Any, tolerance: float, kind: Kind = "absolute") -> None:
+        """Add the largest deviation of one array.
+
+        ``relative`` is to the recorded number; ``loss`` counts as relative above 0.2 and as absolute below, so that
+        5e-4 relative or 1e-4 absolute is one tolerance of 5e-4.
+        """
+        a = torch.as_tensor(ours, dtype=torch.float64).cpu().flatten()
+        b = torch.as_tensor(recorded, dtype=torch.float64).cpu().flatten()
+        row = self.rows.setdefault(name, Comparison(tolerance, kind))
+        if a.shape != b.shape or not a.numel():
+            row.count, row.deviation = row.count + 1, float("inf")
+            return
+        difference = (a - b).abs()
+        if kind == "relative":
+            difference = difference / b.abs().clamp(min=1e-12)
+        elif kind == "loss":
+            difference = difference / b.abs().clamp(min=LOSS_ABSOLUTE / LOSS_RELATIVE)
+        largest = float("nan") if bool(difference.isnan().any()) else float(difference.max())
+        row.count += a.numel()
+        row.deviation = largest if not largest <= row.deviation else row.deviation
+
+    @property
+    def holds(self) -> bool:
+        """Whether every row holds."""
+        return bool(self.rows) and all(row.holds for row in self.rows.values())
+
+    def print(self, title: str) -> None:
+        """One table on standard output."""
+        table = Table(title=title)
+        for column in ("quantity", "numbers", "largest deviation", "tolerance", ""):
+            table.add_column(column, justify="left" if column in ("quantity", "") else "right")
+        for name, row in self.rows.items():
+            kind = {"loss": " relative*", "absolute": " absolute"}.get(row.kind, f" {row.kind}")
+            table.add_row(
+                name,
+                str(row.count),
+                f"{row.deviation:.2e}",
+                "identical" if row.kind == "identical" else f"{row.tolerance:.0e}{kind}",
+                "ok" if row.holds else "[bold red]DIFFERS[/]",
+            )
+        table.caption = "* below 0.2 absolute: 1e-04"
+        Console(width=None if Console().is_terminal else 110).print(table)
+
+
+def run(folder: Path, overrides: list[str], semantics: str | None = None) -> int:
+    """Replay and compare; the exit status is 0 when everything agrees, else 1."""
+    report, layout = replay(read_recording(folder, semantics), overrides)
+    if dist.get_rank() == 0:
+        report.print(f"parity of {folder} under {layout}")
+        # A launcher may end this process as soon as another rank has returned non-zero.
+        sys.stdout.flush()
+    dist.barrier()
+    return 0 if report.holds else 1
+
+
+def replay(recording: Recording, overrides: list[str]) -> tuple[Report, str]:
+    """Every comparison, the same on every rank, and a description of the layout."""
+    # TF32 has 10 bits of mantissa; the recorded numbers are fp32.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    config = recording.config(overrides)
+    replayer = _Replay(recording, jobs.start_job(config, jobs.read_models(config)))
+    replayer.run()
+    return replayer.report, replayer.job.sizes.describe()
+
+
+class _Replay:
+    def __init__(self, recording: Recording, job: jobs.Job) -> None:
+        self.recording, self.job, self.report = recording, job, Report()
+        self.actor: Actor = jobs.build_actor(job)
+        self.critic: Critic = jobs.build_critic(job)
+        self.reference: Reference = jobs.build_reference(job)
+        self.reward: RewardModel = jobs.build_reward_model(job, 0)
+
+    def run(self) -> None:
+        expected = self.recording.expected
+        frozen = self.reference.weights_hash(), self.reward.weights_hash()
+        self._greedy("greedy", [self.recording.settings["eos_token_id"]])
+        if "greedy_with_eos" in expected:
+            self._greedy("greedy_with_eos", expected["greedy_with_eos"]["eos_token_ids"])
+        self._probe("probe", expected["probe"], "logits", 2e-4)
+        for index, rollout in enumerate(expected["rollouts"]):
+            self._rollout(index, rollout)
+        self._final(expected["final"])
+        same = frozen == (self.reference.weights_hash(), self.reward.weights_hash())
+        self.report.compare("reference and reward unchanged", float(not same), 0.0, 0.0, "identical")
+
+    def _greedy(self, name: str, eos: Sequence[int]) -> None:
+        settings, entry = self.recording.settings, self.recording.expected[name]
+        limit, pad = settings["max_response_length"], settings["pad_token_id"]
+        requests = [
+            GenerationRequest(i, strip_left_padding(prompt, pad), limit) for i, prompt in enumerate(entry["prompts"])
+        ]
+        made = self.actor.engine(slots=max(len(requests), 1)).generate(
+            requests, SamplingParams(temperature=0.0), stop_ids=eos, seed=0, step=0
+        )
+        rows = [
+            prompt + g.tokens + [pad] * (limit - len(g.tokens))
+            for prompt, g in zip(entry["prompts"], made, strict=True)
+        ]
+        self.report.compare(name, rows, entry["sequences"], 0.0, "identical")
+
+    def _rollout(self, index: int, recorded: dict[str, Any]) -> None:
+        job, recording, report = self.job, self.recording, self.report
+        shaping = shaping_settings(job.config)
+        multiple = job.groups.tp.size() if job.sizes.sequence_parallel else 1
+        batch = recording.batch(index, pad_to_multiple=multiple).to(job.device)
+        batch = batch.select(data_parallel_slice(batch.size, job.dp_rank, job.dp_size))
+        batch = add_masks(batch, recording.semantics, recording.settings["max_response_length"])
+        plan = make_plan(
+            (batch.lengths + 1).tolist(),
+            rows=job.config.inference.micro_batch_size,
+            tokens=job.config.inference.micro_batch_tokens,
+        )
+        batch = add_inference(
+            batch,
+            plan,
+            actor=self.actor,
+            reference=self.reference,
+            critic=self.critic,
+            temperature=shaping.temperature,
+        )
+        batch = batch.replace(scores=self.reward.scores(batch, plan))
+        batch = gather_batch(add_advantages(batch, shaping, job.groups.dp), job.groups.dp)
+        self._compare_rollout(f"rollout {index}", batch, recorded, 2e-4 if index == 0 else 1e-3)
+        if index == 0:
+            report.compare("KL before any update", float(batch.kl.abs().max()), 0.0, 1e-6)  # type: ignore[union-attr]
+        metrics, updates = Updater(self.actor, self.critic, update_settings(job.config, job.dp_size)).run(batch, index)
+        merged = all_reduce_metrics(metrics.metrics())
+        report.compare("ratio - 1 before an update", merged["ratio_error_before_update"].result(), 0.0, 1e-5)
+        self._compare_updates(updates, recorded["updates"])
+
+    def _compare_rollout(self, name: str, batch: RolloutBatch, recorded: dict[str, Any], tolerance: float) -> None:
+        assert batch.gae_mask is not None
+        mask = self.recording.response_columns(batch, batch.gae_mask)
+        for key, ours in (
+            ("logprobs", batch.old_logprobs),
+            ("ref_logprobs", batch.ref_logprobs),
+            ("values", batch.values),
+        ):
+            assert ours is not None
+            columns = self.recording.response_columns(batch, ours)
+            theirs = torch.tensor(recorded[key], device=columns.device)
+            self.report.compare(f"{name} {key}", columns[mask], theirs[mask], tolerance)
+        self.report.compare(f"{name} reward scores", batch.scores, recorded["reward_scores"], tolerance)
+
+    def _compare_updates(self, updates: list[tuple[Update, Update]], recorded: list[dict[str, Any]]) -> None:
+        names = ("actor_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm")
+        ours: dict[str, list[float]] = {name: [] for name in names}
+        for pair in updates:
+            for role, update in zip(("actor", "critic"), pair, strict=True):
+                counts = self.actor.is_last_stage and self.job.groups.tp.rank() == 0
+                total = all_reduce_metrics(update.metrics if counts else {})
+                ours[f"{role}_loss"].append(total["loss"].result())
+                ours[f"{role}_grad_norm"].append(update.grad_norm)
+        for name, values in ours.items():
+            loss = name.endswith("loss")
+            self.report.compare(
+                name.replace("_", " "),
+                values,
+                [u[name] for u in recorded],
+                LOSS_RELATIVE if loss else 2e-3,
+                "loss" if loss else "relative",
+            )
+
+    def _probe(self, name: str, entry: dict[str, Any], prefix: str, tolerance: float) -> None:
+        ids = torch.tensor(self.recording.expected["probe"]["input_ids"], device=self.job.device)
+        total, first, best = probe_logits(self.actor, ids, multiple=self._multiple())
+        report = self.report
+        report.compare(f"{name} logits", first, entry[f"{prefix}_first8"], tolerance)
+        # A sum of V logits carries the rounding of all of them.
+        report.compare(f"{name} sum of logits", total / self.actor.config.vocab_size,
+                       torch.tensor(entry[f"{prefix}_sum"]) / self.actor.config.vocab_size, tolerance)  # fmt: skip
+        report.compare(f"{name} argmax", best, entry[f"{prefix}_argmax"], 0.0, "identical")
+
+    def _multiple(self) -> int:
+        return self.job.groups.tp.size() if self.job.sizes.sequence_parallel else 1
+
+    def _final(self, final: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory(prefix="mrlhf-parity-") as temporary:
+            for name, model, head, source in (
+                ("actor", self.actor, "lm", "actor"),
+                ("critic", self.critic, "value", "reward"),
+            ):
+                norms = exported_norms(model, head, self.recording.folder / source, Path(temporary) / name, self.job)
+                recorded = {_hf_name(k): v for k, v in final[f"{name}_weight_norms"].items()}
+                ours = [norms.get(k, float("nan")) for k in recorded]
+                self.report.compare(f"final {name} weight norms", ours, list(recorded.values()), 5e-6, "relative")
+        self._probe("final probe", final, "probe_logits", 1e-3)
+
+
+def _hf_name(recorded: str) -> str:
+    """The critic's names in the recording are DeepSpeed-Chat's; those of the exported classifier are Hugging Face's."""
+    return recorded.replace("v_head.", "score.").replace("rwtransformer.", "model.")
+
+
+def exported_norms(model: RoleModel, head: str, source: Path, target: Path, job: jobs.Job) -> dict[str, float]:
+    """Norm of every Hugging Face tensor of the exported model, on every rank."""
+    export_hf(model.chunks, model.config, target, source_folder=source, groups=job.groups, head=head)
+    norms: list[Any] = [None]
+    if dist.get_rank() == 0:
+        norms[0] = {
+            name: float(tensor.double().norm())
+            for file in sorted(target.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
+    dist.broadcast_object_list(norms, src=0)
+    result: dict[str, float] = norms[0]
+    return result
+
+
+def probe_logits(
+    actor: RoleModel, ids: torch.Tensor, *, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum, first eight and argmax of the logits of ``ids [b, s]`` over the true vocabulary; on every rank.
+
+    Each is put together from vocabulary shards without gathering logits.
+
+    Returns:
+        ``[b, s]``, ``[b, s, 8]`` and ``[b, s]`` int64.
+    """
+    b, s = ids.shape
+    padded = torch.nn.functional.pad(ids, (0, -s % multiple))
+    groups, vocab = actor.groups, actor.config.vocab_size
+
+    def reduce(_: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = logits[:, :s].float()
+        start = groups.tp.rank() * logits.size(-1)
+        columns = torch.arange(start, start + logits.size(-1), device=logits.device)
+        total = torch.where(columns < vocab, logits.double(), 0.0).sum(-1)
+        first = torch.zeros(b, s, 8, dtype=torch.float64, device=logits.device)
+        here = columns < 8
+        first[..., columns[here]] = logits[..., here].double()
+        dist.all_reduce(total, group=groups.tp)
+        dist.all_reduce(first, group=groups.tp)
+        flat = logits.reshape(b * s, -1)
+        uniforms = torch.zeros(b * s, dtype=torch.float64, device=flat.device)
+        best = sample_tokens(flat, uniforms, SamplingParams(temperature=0.0), group=groups.tp, vocab_size=vocab)
+        return total, first, best.view(b, s)
+
+    results = forward_only(actor.chunks, [padded], reduce, groups=groups, tokens=lambda x: x)
+    last = results[0] if actor.is_last_stage else (None, None, None)
+    shapes = (((b, s), torch.float64), ((b, s, 8), torch.float64), ((b, s), torch.int64))
+    total, first, best = (
+        broadcast_from_last_stage(x, shape, dtype, groups.pp) for x, (shape, dtype) in zip(last, shapes, strict=True)
+    )
+    return total, first, best

@@ -1,0 +1,248 @@
+"""PPO: rollout, inference, shaping, updates, metrics, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mrlhf.checkpoint.hf_export import export_hf
+from mrlhf.config import to_yaml
+from mrlhf.config_schema import PPOConfig, RewardFunctionSource, RewardModelSource
+from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, load_prompts, shard
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.errors import ConfigError
+from mrlhf.megatron.spec import available_parts
+from mrlhf.metrics import open_writers
+from mrlhf.parallel.batches import gather_batch
+from mrlhf.parallel.collectives import all_reduce_metrics
+from mrlhf.parallel.launch import shutdown
+from mrlhf.progress import Display, open_display
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.micro_batches import Plan, make_plan
+from mrlhf.roles.reference import Reference
+from mrlhf.roles.reward import RewardFunction
+from mrlhf.trainer import job as jobs
+from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
+from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
+from mrlhf.trainer.rollouts import Sampler, Scorer
+from mrlhf.trainer.running import RunningMoments
+from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
+from mrlhf.trainer.updates import Updater
+from mrlhf.types import RolloutBatch
+
+
+def run(config: PPOConfig) -> None:
+    """Train as configured; every rank of the job calls this.
+
+    Raises:
+        MrlhfError: anything the user can mend: configuration, data, checkpoints, reward functions.
+    """
+    models = jobs.read_models(config)
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
+    check_vocabulary(tokenizer, models["actor"].vocab_size)
+    functions = [
+        (RewardFunction(source.target), source.weight)
+        for source in config.reward.sources
+        if isinstance(source, RewardFunctionSource)
+    ]
+    dataset = read_dataset(config, tokenizer)
+    job = jobs.start_job(config, models)
+    trainer = PPOTrainer(job, tokenizer, dataset, functions)
+    trainer.train()
+    if config.trainer.export:
+        trainer.export()
+    dist.barrier()
+    shutdown()
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids the model has no embedding for. Raises `ConfigError`."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the actor's vocabulary is "
+            f"{vocab_size}; use the tokenizer of the actor"
+        )
+
+
+def read_dataset(config: PPOConfig, tokenizer: Tokenizer) -> PromptDataset:
+    """The prompts as the ``data`` section says."""
+    data = config.data
+    return load_prompts(
+        data.prompts,
+        tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        prompt_key=data.prompt_key,
+        overlong=data.overlong,
+        skip_bad_lines=data.skip_bad_lines,
+    )
+
+
+def stop_ids(config: PPOConfig, tokenizer: Tokenizer, model_ids: tuple[int, ...]) -> list[int]:
+    """Every id that ends a response: the tokenizer's, the model's, and those of the configuration."""
+    return list(dict.fromkeys([*tokenizer.eos_ids, *model_ids, *config.rollout.stop_token_ids]))
+
+
+class PPOTrainer:
+    """All of a run on this rank."""
+
+    def __init__(
+        self,
+        job: jobs.Job,
+        tokenizer: Tokenizer,
+        dataset: PromptDataset,
+        functions: list[tuple[RewardFunction, float]],
+    ) -> None:
+        """Build the four models.
+
+        Args:
+            job: the world and its groups.
+            tokenizer: the actor's.
+            dataset: encoded prompts.
+            functions: reward functions with their weights.
+        """
+        config = job.config
+        self.job, self.config, self.tokenizer, self.dataset = job, config, tokenizer, dataset
+        self.actor: Actor = jobs.build_actor(job)
+        self.critic: Critic = jobs.build_critic(job)
+        self.reference: Reference = jobs.build_reference(job)
+        sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
+        reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
+        self.scorer = Scorer(reward_models, functions, tokenizer, job.groups.mp)
+        self.sampler = Sampler(
+            self.actor.engine(config.rollout.batch_size),
+            sampling_params(config),
+            semantics=config.semantics,
+            stop_ids=stop_ids(config, tokenizer, job.models["actor"].eos_token_ids),
+            pad_id=tokenizer.pad_id,
+            max_response_length=config.rollout.max_response_length,
+            pad_to_multiple=job.groups.tp.size() if job.sizes.sequence_parallel else 1,
+            seed=config.seed,
+            dp_group=job.groups.dp,
+            device=job.device,
+        )
+        self.shaping = shaping_settings(config)
+        self.updater = Updater(self.actor, self.critic, update_settings(config, job.dp_size))
+        self.normalizer = RunningMoments() if config.reward.normalize else None
+        self.stream = PromptStream(
+            dataset,
+            seed=config.seed,
+            batch_size=config.rollout.prompts_per_iteration,
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            shuffle=config.data.shuffle,
+        )
+
+    def train(self) -> None:
+        """All iterations."""
+        config, rank = self.config, dist.get_rank()
+        writers = None
+        if rank == 0:
+            output = Path(config.trainer.output_dir)
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "config.yaml").write_text(to_yaml(config))
+            (output / "samples.jsonl").write_text("")
+            writers = open_writers(
+                output, config.trainer.tensorboard, config.trainer.wandb, config=config.model_dump(mode="json")
+            )
+        with open_display(config.trainer.progress, config.trainer.iterations, rank=rank) as display:
+            self._announce(display)
+            for iteration in range(config.trainer.iterations):
+                metrics = self.iterate(iteration, display)
+                if writers is not None:
+                    writers.write(iteration, metrics)
+                display.iteration(iteration, metrics)
+        if writers is not None:
+            writers.close()
+
+    def iterate(self, iteration: int, display: Display) -> dict[str, float]:
+        """One rollout and its updates; returns the metrics, complete on every rank."""
+        timer = PhaseTimer(display)
+        with timer.phase("rollout"):
+            samples = shard(
+                next(self.stream),
+                self.job.dp_rank,
+                self.job.dp_size,
+                samples_per_prompt=self.config.rollout.samples_per_prompt,
+            )
+            batch, width, samples = self.sampler.sample(samples, iteration)
+            batch = add_masks(batch, self.config.semantics, width)
+        with timer.phase("inference"):
+            batch = self._infer(batch, samples)
+        batch = gather_batch(add_advantages(batch, self.shaping, self.job.groups.dp), self.job.groups.dp)
+        with timer.phase("train"):
+            accumulator, updates = self.updater.run(batch, iteration)
+        rates = {"actor_lr": self.actor.trainable.learning_rate, "critic_lr": self.critic.trainable.learning_rate}
+        self.actor.trainable.advance_schedule()
+        self.critic.trainable.advance_schedule()
+        reduced = {name: m.result() for name, m in all_reduce_metrics(accumulator.metrics()).items()}
+        self._show_samples(iteration, batch, display)
+        metrics = iteration_metrics(
+            batch, reduced, updates, timer.seconds(), passes=self.config.ppo.epochs, epoch=self.stream.epoch
+        )
+        return metrics | rates
+
+    def export(self) -> None:
+        """Write actor and critic as Hugging Face folders into the output folder."""
+        output = Path(self.config.trainer.output_dir)
+        for model, head, source in (
+            (self.actor, "lm", self.config.actor.path),
+            (self.critic, "value", self.config.critic_path),
+        ):
+            export_hf(
+                model.chunks,
+                model.config,
+                output / model.name,
+                source_folder=source,
+                groups=self.job.groups,
+                head=head,
+                overwrite=True,
+            )
+
+    def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
+        plan = self._inference_plan(batch)
+        batch = add_inference(
+            batch,
+            plan,
+            actor=self.actor,
+            reference=self.reference,
+            critic=self.critic,
+            temperature=self.shaping.temperature,
+        )
+        scores = self.scorer.scores(batch, plan, samples)
+        if self.normalizer is not None:
+            scores = self.normalizer.normalize(scores, self.job.groups.dp)
+        return batch.replace(scores=scores)
+
+    def _inference_plan(self, batch: RolloutBatch) -> Plan:
+        inference = self.config.inference
+        return make_plan(
+            (batch.lengths + 1).tolist(), rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens
+        )
+
+    def _announce(self, display: Display) -> None:
+        parts = available_parts(self.actor.config.norm == "rmsnorm")
+        display.message(f"{self.job.env.launcher}: {self.job.sizes.describe()}; {parts.describe()}")
+        data = self.dataset
+        left_out = {"malformed lines skipped": data.skipped, "over-long prompts dropped": data.dropped}
+        left_out["over-long prompts cut"] = data.truncated
+        counted = "".join(f", {count} {what}" for what, count in left_out.items() if count)
+        display.message(f"{len(data)} prompts{counted}")
+
+    def _show_samples(self, iteration: int, batch: RolloutBatch, display: Display) -> None:
+        interval = self.config.trainer.sample_interval
+        if dist.get_rank() != 0 or not interval or iteration % interval:
+            return
+        rows = sample_rows(batch, self.tokenizer, iteration)
+        with (Path(self.config.trainer.output_dir) / "samples.jsonl").open("a") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for row in rows[:2]:
+            display.message(_one_line(row))
+
+
+def _one_line(row: dict[str, Any], limit: int = 60) -> str:
+    prompt, response = (" ".join(str(row[key]).split()) for key in ("prompt", "response"))
+    return f"  [{row['score']:+.3f}] {prompt[-limit:]!r} -> {response[:limit]!r}"

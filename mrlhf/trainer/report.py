@@ -1,0 +1,160 @@
+"""What an iteration reports: numbers for the log, rows for the sample table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.megatron.optimizer import peak_memory_bytes
+from mrlhf.parallel.collectives import all_reduce_metrics
+from mrlhf.progress import Display
+from mrlhf.rl import kl_estimate, masked_mean, masked_moments, masked_sum
+from mrlhf.roles.model import Update
+from mrlhf.types import Metric, RolloutBatch
+
+SAMPLES = 8
+
+
+class PhaseTimer:
+    """Seconds spent in each phase of an iteration."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show ``name`` and time what runs inside. Every phase ends in a collective, so the device is idle then."""
+        self._display.phase(name)
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds[name] = time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, and of the whole iteration so far."""
+        return {**self._seconds, "iteration": time.perf_counter() - self._start}
+
+
+def iteration_metrics(
+    batch: RolloutBatch,
+    reduced: dict[str, float],
+    updates: list[tuple[Update, Update]],
+    seconds: dict[str, float],
+    *,
+    passes: int,
+    epoch: int,
+) -> dict[str, float]:
+    """Every number of an iteration under its name in the log, the same on every rank.
+
+    Args:
+        batch: rows of all ranks with all fields.
+        reduced: metrics of the losses after the reduction over ranks.
+        updates: in order, (actor's, critic's).
+        seconds: by phase.
+        passes: how often each row was trained on.
+        epoch: passes over the prompts so far.
+    """
+    metrics = {**_batch_metrics(batch), **_loss_metrics(reduced, updates)}
+    # Ranks disagree about time and memory; the slowest and the largest count.
+    worst = {f"time_{name}": Metric("max", value, 1.0) for name, value in seconds.items()}
+    worst["peak_memory_gib"] = Metric("max", peak_memory_bytes() / 2**30, 1.0)
+    measured = {name: metric.result() for name, metric in all_reduce_metrics(worst).items()}
+    tokens = float(batch.lengths.sum())
+    responses = float(batch.response_lengths.sum())
+    measured["rollout_tokens_per_second"] = responses / measured["time_rollout"]
+    measured["inference_tokens_per_second"] = tokens / measured["time_inference"]
+    measured["train_tokens_per_second"] = tokens * passes / measured["time_train"]
+    measured["tokens_per_second"] = tokens / measured["time_iteration"]
+    return {**metrics, **measured, "epoch": float(epoch)}
+
+
+def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    assert batch.scores is not None
+    assert batch.rewards is not None
+    assert batch.response_mask is not None
+    assert batch.gae_mask is not None
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    assert batch.values is not None
+    assert batch.returns is not None
+    mask, scores = batch.response_mask, batch.scores.double()
+    lengths = batch.response_lengths.double()
+    kl = {k: kl_estimate(batch.old_logprobs, batch.ref_logprobs, k) for k in ("k1", "k3")}
+    return {
+        "score_mean": float(scores.mean()),
+        "score_std": float(scores.std(correction=0)),
+        "score_min": float(scores.min()),
+        "score_max": float(scores.max()),
+        "reward_mean": float(masked_sum(batch.rewards, batch.gae_mask, dim=1).mean()),
+        "kl_k1": float(masked_mean(kl["k1"], mask)),
+        "kl_k3": float(masked_mean(kl["k3"], mask)),
+        "kl_sequence": float(masked_sum(kl["k1"], mask, dim=1).mean()),
+        "explained_variance": explained_variance(batch.values, batch.returns, mask),
+        "value_mean": float(masked_mean(batch.values, mask)),
+        "response_length_mean": float(lengths.mean()),
+        "response_length_min": float(lengths.min()),
+        "response_length_max": float(lengths.max()),
+        "truncated_fraction": float(batch.truncated.double().mean()),
+    }
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """``1 - Var(R - V) / Var(R)``: 1 is perfect, 0 no better than a constant; NaN where returns do not vary."""
+    _, _, residual = masked_moments(returns - values, mask)
+    _, _, total = masked_moments(returns, mask)
+    return 1.0 - float(residual) / float(total) if float(total) > 0 else float("nan")
+
+
+def _loss_metrics(reduced: dict[str, float], updates: list[tuple[Update, Update]]) -> dict[str, float]:
+    names = {
+        "policy_loss": "policy/policy_loss",
+        "actor_loss": "policy/loss",
+        "value_loss": "value/loss",
+        "clip_fraction": "policy/clip_fraction",
+        "dual_clip_fraction": "policy/dual_clip_fraction",
+        "value_clip_fraction": "value/value_clip_fraction",
+        "approx_kl_k1": "policy/approx_kl_k1",
+        "approx_kl": "policy/approx_kl_k3",
+        "ratio_mean": "policy/ratio_mean",
+        "ratio_min": "policy/ratio_min",
+        "ratio_max": "policy/ratio_max",
+        "ratio_error_before_update": "ratio_error_before_update",
+        "entropy": "policy/entropy",
+        "kl_loss": "policy/kl_loss",
+        "value_error": "value/value_error",
+    }
+    metrics = {ours: reduced[theirs] for ours, theirs in names.items() if theirs in reduced}
+    for index, role in enumerate(("actor", "critic")):
+        norms = [pair[index].grad_norm for pair in updates]
+        metrics[f"{role}_grad_norm"] = sum(norms) / max(len(norms), 1)
+        metrics[f"{role}_skipped_updates"] = float(sum(not pair[index].updated for pair in updates))
+    return metrics
+
+
+def sample_rows(batch: RolloutBatch, tokenizer: Tokenizer, iteration: int) -> list[dict[str, Any]]:
+    """The first rows as text, for the sample table."""
+    assert batch.scores is not None
+    assert batch.kl is not None
+    assert batch.response_mask is not None
+    kl = masked_sum(batch.kl, batch.response_mask, dim=1)
+    return [
+        {
+            "iteration": iteration,
+            "sample_id": int(batch.sample_ids[row]),
+            "prompt": tokenizer.decode(batch.prompt(row)),
+            "response": tokenizer.decode(batch.response(row)),
+            "score": round(float(batch.scores[row]), 6),
+            "kl": round(float(kl[row]), 6),
+            "response_length": int(batch.response_lengths[row]),
+            "truncated": bool(batch.truncated[row]),
+        }
+        for row in range(min(batch.size, SAMPLES))
+    ]

@@ -1,0 +1,161 @@
+"""The rollout phase: prompts in, a batch of sampled rows with scores out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.data.prompts import Sample
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import MrlhfError
+from mrlhf.parallel.collectives import Group, all_gather_objects
+from mrlhf.rl import Semantics
+from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.reward import RewardFunction, RewardModel
+from mrlhf.rollout.engine import GenerationRequest, RolloutEngine
+from mrlhf.rollout.sampling import SamplingParams
+from mrlhf.types import RolloutBatch
+
+
+class Sampler:
+    """Turns prompts into rows with the actor's weights."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        *,
+        semantics: Semantics,
+        stop_ids: Sequence[int],
+        pad_id: int,
+        max_response_length: int,
+        pad_to_multiple: int,
+        seed: int,
+        dp_group: Group,
+        device: torch.device,
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            engine: generation on the actor.
+            sampling: temperature, top-k, top-p.
+            semantics: decides whether an end id that is also the pad id belongs to the response.
+            stop_ids: all ids that end a response.
+            pad_id: fills rows.
+            max_response_length: limit of a response.
+            pad_to_multiple: row widths are multiples of it.
+            seed: of the run.
+            dp_group: the data-parallel group.
+            device: where batches live.
+        """
+        self.engine = engine
+        self.sampling = sampling
+        self.semantics = semantics
+        self.stop_ids = list(stop_ids)
+        self.pad_id = pad_id
+        self.max_response_length = max_response_length
+        self.pad_to_multiple = pad_to_multiple
+        self.seed = seed
+        self.dp_group = dp_group
+        self.device = device
+        self._previous: tuple[RolloutBatch, int, list[Sample]] | None = None
+
+    def sample(self, samples: Sequence[Sample], iteration: int) -> tuple[RolloutBatch, int, list[Sample]]:
+        """Generate a response to every sample of this data-parallel rank.
+
+        Returns:
+            The rows, the response width over all ranks (see `mrlhf.rl.response_masks`), and the samples they belong
+            to. In ``deepspeed_chat``, when every response of all ranks has at most one token, the rows of the previous
+            rollout come again.
+
+        Raises:
+            MrlhfError: all responses are that short in the first rollout.
+        """
+        requests = [GenerationRequest(s.sample_id, s.prompt.ids, self.max_response_length) for s in samples]
+        made = self.engine.generate(requests, self.sampling, stop_ids=self.stop_ids, seed=self.seed, step=iteration)
+        responses = [self._response(g.tokens) for g in made]
+        batch = RolloutBatch.from_sequences(
+            [s.prompt.ids for s in samples],
+            responses,
+            pad_id=self.pad_id,
+            pad_to_multiple=self.pad_to_multiple,
+            sample_ids=[s.sample_id for s in samples],
+            group_ids=[s.group_id for s in samples],
+            truncated=[g.truncated for g in made],
+        ).to(self.device)
+        width, longest = self._over_ranks(
+            max((len(g.tokens) for g in made), default=0), max(map(len, responses), default=0)
+        )
+        rollout = (batch, width, list(samples))
+        if self.semantics == "deepspeed_chat" and longest <= 1:
+            if self._previous is None:
+                raise MrlhfError(
+                    "every response of the first rollout has at most one token, so there is nothing to learn from; "
+                    "check the prompts' chat template and the end ids, or raise rollout.temperature"
+                )
+            return self._previous
+        self._previous = rollout
+        return rollout
+
+    def _response(self, tokens: list[int]) -> list[int]:
+        """DeepSpeed-Chat counts the tokens before the first pad: an end id that is the pad id is outside."""
+        if self.semantics == "deepspeed_chat" and tokens[-1] == self.pad_id and self.pad_id in self.stop_ids:
+            return tokens[:-1]
+        return tokens
+
+    def _over_ranks(self, *values: int) -> list[int]:
+        return [max(column) for column in zip(*all_gather_objects(values, self.dp_group), strict=True)]
+
+
+class Scorer:
+    """The weighted sum of all reward sources."""
+
+    def __init__(
+        self,
+        models: Sequence[tuple[RewardModel, float]],
+        functions: Sequence[tuple[RewardFunction, float]],
+        tokenizer: Tokenizer,
+        replica_group: Group,
+    ) -> None:
+        """Keep the sources.
+
+        Args:
+            models: reward models with their weights.
+            functions: Python functions with their weights.
+            tokenizer: turns responses into text for the functions.
+            replica_group: tensor and pipeline ranks of one replica, which must see the same scores.
+        """
+        self.models = list(models)
+        self.functions = list(functions)
+        self.tokenizer = tokenizer
+        self.replica_group = replica_group
+
+    def scores(self, batch: RolloutBatch, plan: Plan, samples: Sequence[Sample]) -> torch.Tensor:
+        """``[B]`` fp32 on every rank of the replica."""
+        total = torch.zeros(batch.size, device=batch.tokens.device)
+        for model, weight in self.models:
+            total += weight * model.scores(batch, plan)
+        if self.functions:
+            total += torch.tensor(self._from_functions(batch, samples), device=total.device)
+        return total
+
+    def _from_functions(self, batch: RolloutBatch, samples: Sequence[Sample]) -> list[float]:
+        """One rank of the replica calls the functions, which may be slow, random or counted; the others get a copy."""
+        scores: list[Any] = [None]
+        if dist.get_rank(self.replica_group) == 0:
+            prompts = [s.prompt.text for s in samples]
+            responses = [self.tokenizer.decode(batch.response(row)) for row in range(batch.size)]
+            keys = sorted({key for s in samples for key in s.prompt.meta})
+            meta = {key: [s.prompt.meta.get(key) for s in samples] for key in keys}
+            summed = [0.0] * batch.size
+            for function, weight in self.functions:
+                for row, score in enumerate(function.scores(prompts, responses, meta)):
+                    summed[row] += weight * score
+            scores[0] = summed
+        dist.broadcast_object_list(scores, src=dist.get_process_group_ranks(self.replica_group)[0],
+                                   group=self.replica_group)  # fmt: skip
+        result: list[float] = scores[0]
+        return result

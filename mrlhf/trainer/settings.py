@@ -1,0 +1,59 @@
+"""The plain settings that parts of the trainer take, read from a configuration."""
+
+from __future__ import annotations
+
+from mrlhf.config_schema import PPOConfig
+from mrlhf.roles.actor import PolicyLossSettings
+from mrlhf.rollout.sampling import SamplingParams
+from mrlhf.trainer.experience import ShapingSettings
+from mrlhf.trainer.updates import UpdateSettings
+
+
+def shaping_settings(config: PPOConfig) -> ShapingSettings:
+    """Of reward shaping and GAE."""
+    ppo = config.ppo
+    return ShapingSettings(
+        semantics=config.semantics,
+        kl_coef=ppo.kl_coef,
+        kl_kind=ppo.kl_kind,
+        score_clip=ppo.score_clip,
+        gamma=ppo.gamma,
+        gae_lambda=ppo.gae_lambda,
+        whiten_rewards=ppo.whiten_rewards,
+        whiten_advantages=ppo.whiten_advantages,
+        bootstrap_truncated=ppo.bootstrap_truncated,
+        missing_eos_penalty=config.reward.missing_eos_penalty,
+        temperature=config.rollout.temperature,
+    )
+
+
+def update_settings(config: PPOConfig, dp_size: int) -> UpdateSettings:
+    """Of the optimizer steps; ``dp_size`` gives DeepSpeed-Chat's group its default, one rank's share."""
+    ppo = config.ppo
+    policy = PolicyLossSettings(
+        clip_eps=ppo.clip_eps,
+        dual_clip=ppo.dual_clip,
+        entropy_coef=ppo.entropy_coef,
+        log_entropy=ppo.log_entropy,
+        kl_loss_coef=ppo.kl_loss_coef,
+        kl_loss_kind=ppo.kl_loss_kind,
+        temperature=config.rollout.temperature,
+    )
+    return UpdateSettings(
+        policy=policy,
+        semantics=config.semantics,
+        epochs=ppo.epochs,
+        minibatch_size=ppo.minibatch_size,
+        micro_batch_size=ppo.micro_batch_size,
+        micro_batch_tokens=ppo.micro_batch_tokens,
+        shuffle=ppo.shuffle,
+        value_clip=ppo.value_clip,
+        ds_group_size=ppo.ds_group_size or ppo.minibatch_size // dp_size,
+        seed=config.seed,
+    )
+
+
+def sampling_params(config: PPOConfig) -> SamplingParams:
+    """Of the rollout."""
+    rollout = config.rollout
+    return SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
