@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_hf import _assert_same, _forward, _load, _round_trip
+from tests.distributed.hf_tools import assert_same_tensors, forward_stages, load_stages, round_trip
 from tests.ranks import run_ranks
 
 CACHE = Path(__file__).parents[2] / ".cache" / "smollm2"
@@ -54,7 +54,7 @@ def logits(smollm2: str, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _model_logits(path: str, layout: Any, tokens: torch.Tensor) -> Any:
-    return _forward(*_load(path, layout), tokens)
+    return forward_stages(*load_stages(path, layout), tokens)
 
 
 def test_it_is_a_language_model(smollm2: str, logits: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -75,8 +75,8 @@ def test_export_and_reload_is_bitwise(smollm2: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     out = tmp_path / "out"
-    run_ranks(_round_trip, 2, smollm2, str(out), (1, 2, None), "lm", torch.float32, {})
-    _assert_same(smollm2, out)
+    run_ranks(round_trip, 2, smollm2, str(out), (1, 2, None), "lm", torch.float32, {})
+    assert_same_tensors(smollm2, out)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.tie_word_embeddings
     assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 0]
