@@ -283,7 +283,7 @@ class RolloutBatch:
             value = getattr(self, name)
             if value is not None:
                 changes[name] = _fit(value, width - 1, 0)
-        return replace(self, **changes)
+        return self.replace(**changes)
 
     @classmethod
     def cat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
@@ -308,7 +308,7 @@ class RolloutBatch:
                 )
         width = max(b.width for b in batches)
         parts = [b.trim(width).tensors() for b in batches]
-        return replace(first, **{name: torch.cat([p[name] for p in parts]) for name in names})
+        return first.replace(**{name: torch.cat([p[name] for p in parts]) for name in names})
 
     def _derived(self, tensors: dict[str, Tensor]) -> RolloutBatch:
         """A copy with other tensors that are right by construction: no check, so no wait for a GPU."""

@@ -24,7 +24,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
 
-class RankFailure(RuntimeError):
+class RankFailure(RuntimeError):  # noqa: N818
     """A rank raised or died; the message carries its traceback."""
 
 

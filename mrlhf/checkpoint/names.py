@@ -33,7 +33,7 @@ def unwrap(chunk: Any) -> torch.nn.Module:
 
 def chunk_parameters(chunk: Any) -> dict[str, torch.nn.Parameter]:
     """Parameters of one chunk by local-spec name, layers counted from 0 over the whole model."""
-    model = unwrap(chunk)
+    model: Any = unwrap(chunk)
     layers: Any = model.decoder.layers
     found = {}
     for name, param in model.named_parameters():
@@ -68,7 +68,7 @@ def add_value_bias(chunks: Sequence[Any]) -> None:
             raise CheckpointError("the checkpoint's value head has a bias: load it before the model is wrapped")
         bias = torch.nn.Parameter(head.weight.new_zeros(1), requires_grad=head.weight.requires_grad)
         if hasattr(head.weight, "sequence_parallel"):
-            bias.sequence_parallel = head.weight.sequence_parallel
+            bias.sequence_parallel = head.weight.sequence_parallel  # type: ignore[attr-defined]
         head.bias = bias
 
 

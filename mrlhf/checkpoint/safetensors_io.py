@@ -181,7 +181,7 @@ class SafetensorsWriter:
         flat = tensor.detach().to("cpu", self._dtype).reshape(-1)
         if flat.stride(0) != 1:  # one element cut out of a row: contiguous by torch's rules, but not viewable as bytes
             flat = flat.clone(memory_format=torch.contiguous_format)
-        self._handle.write(memoryview(flat.view(torch.uint8).numpy()))
+        self._handle.write(flat.view(torch.uint8).numpy().data)
 
     def _finish(self) -> None:
         if self._pending:

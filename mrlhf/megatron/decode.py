@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,13 @@ from mrlhf.megatron.attention import CacheContext
 from mrlhf.megatron.model import SelectRequest
 
 
-def layer_numbers(chunks: Sequence[torch.nn.Module]) -> list[int]:
+def layer_numbers(chunks: Sequence[Any]) -> list[int]:
     """Global numbers (from 1) of the layers on this rank, all virtual stages."""
     return [layer.layer_number for chunk in chunks for layer in chunk.decoder.layers]
 
 
 def packed_forward(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[Any],
     tokens: torch.Tensor,
     context: CacheContext,
     select: torch.Tensor,

@@ -139,7 +139,7 @@ class ValueHead(torch.nn.Module):
         if bias:
             self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=where))
         for parameter in self.parameters():
-            parameter.sequence_parallel = self.sequence_parallel
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             self.reset_parameters(init_method)
 

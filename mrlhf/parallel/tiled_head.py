@@ -150,10 +150,9 @@ class _FusedLogprobs(torch.autograd.Function):
             entropy = None if entropy is None else entropy[active]
             upstream = [None if g is None else g[active] for g in upstream]
         scaled = [None if g is None else g.to(logsumexp.dtype) / temperature for g in upstream]
-        if scaled[0] is None:
-            scaled[0] = torch.zeros_like(logsumexp)
+        of_logprobs = torch.zeros_like(logsumexp) if scaled[0] is None else scaled[0]
         _Backward(
-            _Tiles(hidden, weight, valid, temperature, tile), targets, start, logsumexp, entropy, scaled[0], scaled[1]
+            _Tiles(hidden, weight, valid, temperature, tile), targets, start, logsumexp, entropy, of_logprobs, scaled[1]
         ).run(hidden, rows, grad_hidden, grad_weight)
         return (grad_hidden, grad_weight, *[None] * 7)
 

@@ -11,7 +11,6 @@ from mrlhf.rl import entropy_loss, kl_loss, policy_loss
 from mrlhf.roles.micro_batches import Plan
 from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
 from mrlhf.roles.policy import PolicyModel, logprob_request
-from mrlhf.rollout.engine import RolloutEngine
 from mrlhf.types import Metric, RolloutBatch
 
 
@@ -71,18 +70,6 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
 
 class Actor(TrainedModel, PolicyModel):
     """The trained policy."""
-
-    def engine(self, slots: int) -> RolloutEngine:
-        """Generation on these weights, ``slots`` rows at once."""
-        return RolloutEngine(
-            self.chunks,
-            self.groups,
-            vocab_size=self.config.vocab_size,
-            kv_heads=self.config.num_query_groups,
-            head_dim=self.config.head_dim,
-            max_length=self.config.max_position_embeddings,
-            slots=slots,
-        )
 
     def train_step(
         self, minibatch: RolloutBatch, plan: Plan, settings: PolicyLossSettings, denominator: float

@@ -9,6 +9,7 @@ import torch
 from mrlhf.megatron.model import LogprobRequest
 from mrlhf.roles.micro_batches import Plan
 from mrlhf.roles.model import RoleModel, label_targets, pad_frame
+from mrlhf.rollout.engine import RolloutEngine
 from mrlhf.types import RolloutBatch
 
 
@@ -36,3 +37,15 @@ class PolicyModel(RoleModel):
     def logprobs(self, batch: RolloutBatch, plan: Plan, *, temperature: float) -> torch.Tensor:
         """``log p(label)`` where ``gae_mask`` is True, 0 elsewhere: ``[B, S-1]`` fp32 on every rank."""
         return self.per_token(batch, plan, logprob_request(temperature))
+
+    def engine(self, slots: int) -> RolloutEngine:
+        """Generation on these weights, ``slots`` rows at once."""
+        return RolloutEngine(
+            self.chunks,
+            self.groups,
+            vocab_size=self.config.vocab_size,
+            kv_heads=self.config.num_query_groups,
+            head_dim=self.config.head_dim,
+            max_length=self.config.max_position_embeddings,
+            slots=slots,
+        )

@@ -54,7 +54,7 @@ class RolloutEngine:
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        chunks: Sequence[Any],
         groups: Any,
         *,
         vocab_size: int,
@@ -271,7 +271,7 @@ class _Batch:
 
 
 @contextmanager
-def _evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _evaluation(chunks: Sequence[Any]) -> Iterator[None]:
     modes = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()

@@ -21,9 +21,10 @@ from mrlhf.megatron.model import Head, build_model
 from mrlhf.megatron.optimizer import AdamSettings, Trainable
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import LaunchEnv, detect_launch, initialize
-from mrlhf.planner import ParallelSizes
+from mrlhf.planner import ParallelSizes, check_sizes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
+from mrlhf.roles.policy import PolicyModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
 
@@ -77,6 +78,22 @@ def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> Job:
     """
     env = detect_launch(os.environ)
     check_run(config, env.world_size, models)
+    return _join(config, models, env)
+
+
+def start_generation_job(config: PPOConfig, model: ModelConfig) -> Job:
+    """`start_job` for the actor alone: batch sizes of the training are not looked at."""
+    env = detect_launch(os.environ)
+    check_sizes(
+        config.parallel.sizes(env.world_size),
+        {"actor": model},
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.rollout.max_response_length,
+    )
+    return _join(config, {"actor": model}, env)
+
+
+def _join(config: PPOConfig, models: dict[str, ModelConfig], env: LaunchEnv) -> Job:
     device.install()
     timeout = timedelta(minutes=config.launch.timeout_minutes)
     if not dist.is_initialized():
@@ -94,6 +111,12 @@ def build_actor(job: Job) -> Actor:
     chunks = _load(job, "actor", config.actor.path, "lm", dropout=dropout, trainable=True)
     trainable = _trainable(job, chunks, config.optimizer.actor)
     return Actor("actor", job.models["actor"], trainable, job.groups, dropout=dropout > 0)
+
+
+def build_policy(job: Job) -> PolicyModel:
+    """The actor without an optimizer, for generation."""
+    chunks = _load(job, "actor", job.config.actor.path, "lm")
+    return PolicyModel("actor", job.models["actor"], chunks, job.groups)
 
 
 def build_critic(job: Job) -> Critic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,17 @@ class PPOTrainer:
             )
         with open_display(config.trainer.progress, config.trainer.iterations, rank=rank) as display:
             self._announce(display)
+            scores = []
             for iteration in range(config.trainer.iterations):
                 metrics = self.iterate(iteration, display)
                 if writers is not None:
                     writers.write(iteration, metrics)
                 display.iteration(iteration, metrics)
+                scores.append(metrics["score_mean"])
+            display.message(
+                f"mean score {scores[0]:.3f} in the first iteration, {scores[-1]:.3f} in the last; "
+                f"see {config.metrics_path}"
+            )
         if writers is not None:
             writers.close()
 
@@ -200,6 +207,8 @@ class PPOTrainer:
                 head=head,
                 overwrite=True,
             )
+            if dist.get_rank() == 0:
+                print(f"{model.name} exported to {output / model.name}", file=sys.stderr)
 
     def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
         plan = self._inference_plan(batch)

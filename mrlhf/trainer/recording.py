@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -121,4 +121,4 @@ def read_recording(folder: Path, semantics: str | None = None) -> Recording:
         raise DataError(
             f"{path}: semantics {chosen!r}; name it with --semantics standard or --semantics deepspeed_chat"
         )
-    return Recording(folder, chosen, expected)
+    return Recording(folder, cast(Semantics, chosen), expected)

@@ -57,15 +57,14 @@ def prepare_minibatch(
     minibatch, so that ranks and micro-batches do not matter) and divides by 1.
     """
     minibatch = batch.select(rows)
-    assert minibatch.response_mask is not None
+    mask = minibatch.response_mask
+    assert mask is not None
     if settings.semantics == "deepspeed_chat":
-        weights = ds_group_row_weights(
-            minibatch.response_mask, settings.ds_group_size, valid_rows=minibatch.response_lengths > 1
-        )
+        weights = ds_group_row_weights(mask, settings.ds_group_size, valid_rows=minibatch.response_lengths > 1)
         minibatch = minibatch.replace(row_weights=weights)
         denominator = 1.0
     else:
-        denominator = float(minibatch.response_mask.sum())
+        denominator = float(mask.sum())
     return minibatch.select(data_parallel_slice(len(rows), dp_rank, dp_size)), denominator
 
 

@@ -1,0 +1,78 @@
+"""Samples responses to a file of prompts, without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mrlhf.checkpoint.hf import read_model_config
+from mrlhf.config_schema import PPOConfig
+from mrlhf.data.prompts import Prompt
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.launch import shutdown
+from mrlhf.roles.policy import PolicyModel
+from mrlhf.rollout.engine import Generation, GenerationRequest
+from mrlhf.trainer import job as jobs
+from mrlhf.trainer.ppo import check_vocabulary, read_dataset, stop_ids
+from mrlhf.trainer.settings import sampling_params
+
+
+def run(config: PPOConfig, *, prompts: Path, output: Path) -> None:
+    """Write ``rollout.samples_per_prompt`` responses to every prompt; every rank of the job calls this.
+
+    ``output`` gets one JSON object per response, in the order of the prompts: ``prompt``, ``response``,
+    ``response_length``, ``truncated``, ``sample_id`` and the other fields of the prompt's line as ``meta``. It is
+    written under another name first, so that a file that is there is complete.
+
+    Args:
+        config: of a PPO run; actor, tokenizer, data, rollout, parallel and precision are used.
+        prompts: the prompt file (already ``config.data.prompts``).
+        output: JSONL file to write.
+
+    Raises:
+        MrlhfError: anything the user can mend.
+    """
+    assert str(prompts) == config.data.prompts, "the prompt file is part of the configuration"
+    model = read_model_config(config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
+    check_vocabulary(tokenizer, model.vocab_size)
+    dataset = read_dataset(config, tokenizer)
+    job = jobs.start_generation_job(config, model)
+    actor = jobs.build_policy(job)
+    per_prompt = config.rollout.samples_per_prompt
+    numbered = [(i, p) for i, p in enumerate(p for p in dataset.prompts for _ in range(per_prompt))]
+    mine = numbered[job.dp_rank :: job.dp_size]
+    made = _generate(job, actor, mine, stop_ids(config, tokenizer, model.eos_token_ids))
+    # Every rank of a replica has the same responses; the first replica member of each data-parallel group counts.
+    gathered = {g.sample_id: g for part in all_gather_objects(made, job.groups.dp) for g in part}
+    if dist.get_rank() == 0:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = output.with_name(output.name + ".tmp")
+        with unfinished.open("w") as file:
+            for number, prompt in numbered:
+                generation = gathered[number]
+                row = {
+                    "prompt": prompt.text,
+                    "response": tokenizer.decode(generation.tokens),
+                    "response_length": len(generation.tokens),
+                    "truncated": generation.truncated,
+                    "sample_id": number,
+                    "meta": prompt.meta,
+                }
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        unfinished.replace(output)
+        print(f"{len(numbered)} responses in {output}")
+    dist.barrier()
+    shutdown()
+
+
+def _generate(
+    job: jobs.Job, actor: PolicyModel, numbered: list[tuple[int, Prompt]], stop: list[int]
+) -> list[Generation]:
+    rollout = job.config.rollout
+    requests = [GenerationRequest(number, prompt.ids, rollout.max_response_length) for number, prompt in numbered]
+    engine = actor.engine(rollout.batch_size)
+    return engine.generate(requests, sampling_params(job.config), stop_ids=stop, seed=job.config.seed, step=0)
