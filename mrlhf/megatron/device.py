@@ -52,10 +52,21 @@ _MODULES = (
 _TYPE_CHECKED = (
     ("optimizer.optimizer", "Float16OptimizerWithFloat16Params", "__init__"),
     ("optimizer.distrib_optimizer", "DistributedOptimizer", "__init__"),
-    ("optimizer.distrib_optimizer", "DistributedOptimizer", "_build_model_and_main_param_groups"),
     ("optimizer.clip_grads", None, "clip_grad_by_total_norm_fp32"),
     ("optimizer.optimizer", None, "clip_grad_by_total_norm_fp32"),
 )
+
+_LOCAL_KERNELS = {
+    "optimizer.clip_grads": {
+        "multi_tensor_applier": "local_multi_tensor_applier",
+        "l2_norm_impl": "local_multi_tensor_l2_norm",
+        "multi_tensor_scale_impl": "local_multi_tensor_scale",
+    },
+    "optimizer.optimizer": {
+        "multi_tensor_applier": "local_multi_tensor_applier",
+        "multi_tensor_scale_impl": "local_multi_tensor_scale",
+    },
+}
 
 
 def has_cuda() -> bool:
@@ -108,6 +119,7 @@ def install() -> None:
         if not hasattr(function, "__wrapped__"):
             setattr(owner, attribute, _with_cuda_type_names(function))
     torch.Tensor.cuda = _same_tensor  # type: ignore[method-assign, assignment]
+    _use_torch_optimizers()
 
 
 def seed_rng_tracker(seed: int, tp_rank: int) -> None:
@@ -120,6 +132,20 @@ def seed_rng_tracker(seed: int, tp_rank: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True)
+
+
+def _use_torch_optimizers() -> None:
+    """Undo Megatron's choice of fused optimizers: it takes those of a package that imports, whatever the device."""
+    utils = importlib.import_module("megatron.core.utils")
+    for name, kernels in _LOCAL_KERNELS.items():
+        module = importlib.import_module(f"megatron.core.{name}")
+        for attribute, local in kernels.items():
+            setattr(module, attribute, getattr(utils, local))
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    optimizer.Adam, optimizer.SGD, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    distributed.Adam, distributed.HAVE_APEX_OR_TE = torch.optim.Adam, False
+    distributed.USING_TE_OPTIMIZER = distributed.USING_APEX_OPTIMIZER = False
 
 
 def _same_tensor(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
