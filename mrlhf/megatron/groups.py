@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mrlhf.parallel.layout import GroupKind, RankGrid
@@ -29,6 +30,9 @@ def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None) -> Proc
         Megatron's collection, complete for dense models; ranks with neither embedding nor output layer have ``embd``
         None.
     """
+    # The one global of Megatron's that its linear layers need: a scratch buffer for sequence-parallel gathers.
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
     grid = RankGrid(sizes)
 
     def own(partition: list[list[int]]) -> dist.ProcessGroup | None:

@@ -141,6 +141,8 @@ def _build_optimizer(
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
+        # Megatron's 2^32 would cost dozens of updates, each with its rollout, before the first one that counts.
+        initial_loss_scale=2.0**16,
         use_distributed_optimizer=distributed,
     )
     return get_megatron_optimizer(optimizer_config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
@@ -153,7 +155,8 @@ def _build_schedule(optimizer: Any, settings: AdamSettings) -> OptimizerParamSch
         max_lr=settings.lr,
         min_lr=settings.min_lr if settings.lr_schedule != "constant" else 0.0,
         lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(settings.total_steps, settings.warmup_steps + 1),
+        # A warm-up is one step ahead (below), and so must be the end, or the last step would have min_lr already.
+        lr_decay_steps=max(settings.total_steps, settings.warmup_steps) + (1 if settings.warmup_steps else 0),
         lr_decay_style=settings.lr_schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

@@ -40,15 +40,20 @@ class Parts:
 
 def has_apex() -> bool:
     """Whether NVIDIA's Apex is installed; the unrelated PyPI package of that name has no ``normalization``."""
-    return importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.normalization") is not None
+    return _found("apex.normalization")
 
 
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine for PyTorch can be found."""
-    return (
-        importlib.util.find_spec("transformer_engine") is not None
-        and importlib.util.find_spec("transformer_engine.pytorch") is not None
-    )
+    return _found("transformer_engine.pytorch")
+
+
+def _found(module: str) -> bool:
+    try:
+        # This imports the parent package, which may be another package of that name, or built for other libraries.
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, OSError):
+        return False
 
 
 def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool, rms_norm: bool) -> Parts:
@@ -63,8 +68,12 @@ def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool, rms_norm: 
 
 def available_parts(rms_norm: bool) -> Parts:
     """`choose_parts` for this machine."""
+    cuda = device.has_cuda()
     return choose_parts(
-        cuda=device.has_cuda(), transformer_engine=has_transformer_engine(), apex=has_apex(), rms_norm=rms_norm
+        cuda=cuda,
+        transformer_engine=cuda and has_transformer_engine(),
+        apex=cuda and has_apex(),
+        rms_norm=rms_norm,
     )
 
 

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class RewardFunction:
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"reward function {target}: {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"reward function {target}: importing {module_name} raised {type(error).__name__}: {error}"
+            ) from error
         if not callable(found):
             raise ConfigError(f"reward function {target}: {attribute} is a {type(found).__name__}, not callable")
         self.function: Callable[..., Any] = found
@@ -65,14 +69,19 @@ class RewardFunction:
         """
         try:
             answer = self.function(list(prompts), list(responses), **{k: list(v) for k, v in meta.items()})
+            # A generator runs, and may raise, only now.
+            answer = list(answer) if isinstance(answer, Iterator) else answer
         except Exception as error:
             raise MrlhfError(f"reward function {self.target} raised {type(error).__name__}: {error}") from error
         return self._checked(answer, responses)
 
     def _checked(self, answer: Any, responses: Sequence[str]) -> list[float]:
         try:
+            # float() would read numbers from text, and a table or a set has no order of responses.
+            if isinstance(answer, (str, bytes, Mapping, Set)) or any(isinstance(s, (str, bytes)) for s in answer):
+                raise TypeError("these are not numbers in the order of the responses")
             scores = [float(score) for score in answer]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise MrlhfError(
                 f"reward function {self.target} must return a list of numbers, got {type(answer).__name__}: {error}"
             ) from error

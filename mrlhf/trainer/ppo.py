@@ -37,10 +37,24 @@ from mrlhf.types import RolloutBatch
 
 
 def run(config: PPOConfig) -> None:
-    """Train as configured; every rank of the job calls this.
+    """Train as configured, export, and leave the process group; every rank of the job calls this.
 
     Raises:
         MrlhfError: anything the user can mend: configuration, data, checkpoints, reward functions.
+    """
+    trainer = build_trainer(config)
+    trainer.train()
+    if config.trainer.export:
+        trainer.export()
+    dist.barrier()
+    shutdown()
+
+
+def build_trainer(config: PPOConfig) -> PPOTrainer:
+    """Read everything the configuration names, check it, join the other ranks and build the models.
+
+    Raises:
+        MrlhfError: as `run`.
     """
     models = jobs.read_models(config)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
@@ -51,13 +65,7 @@ def run(config: PPOConfig) -> None:
         if isinstance(source, RewardFunctionSource)
     ]
     dataset = read_dataset(config, tokenizer)
-    job = jobs.start_job(config, models)
-    trainer = PPOTrainer(job, tokenizer, dataset, functions)
-    trainer.train()
-    if config.trainer.export:
-        trainer.export()
-    dist.barrier()
-    shutdown()
+    return PPOTrainer(jobs.start_job(config, models), tokenizer, dataset, functions)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

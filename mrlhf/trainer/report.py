@@ -133,7 +133,7 @@ def _loss_metrics(reduced: dict[str, float], updates: list[tuple[Update, Update]
     }
     metrics = {ours: reduced[theirs] for ours, theirs in names.items() if theirs in reduced}
     for index, role in enumerate(("actor", "critic")):
-        norms = [pair[index].grad_norm for pair in updates]
+        norms = [pair[index].grad_norm for pair in updates if pair[index].updated]
         metrics[f"{role}_grad_norm"] = sum(norms) / max(len(norms), 1)
         metrics[f"{role}_skipped_updates"] = float(sum(not pair[index].updated for pair in updates))
     return metrics
