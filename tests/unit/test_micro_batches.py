@@ -1,0 +1,68 @@
+"""How rows are cut into micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrlhf.roles.micro_batches import by_rows, by_tokens, make_plan
+
+lengths = st.lists(st.integers(1, 40), min_size=0, max_size=30)
+
+
+def test_rows_in_order_with_a_smaller_rest() -> None:
+    assert by_rows(5, 2) == [[0, 1], [2, 3], [4]]
+    assert by_rows(0, 3) == []
+
+
+def test_tokens_by_hand() -> None:
+    # Longest first: 9 alone would leave room for one of 9 only; 5 and 4 take 2 * 5; 3, 3 and 1 take 3 * 3.
+    assert by_tokens([3, 9, 4, 1, 5, 3], 10) == [[1], [4, 2], [0, 5, 3]]
+
+
+def test_a_row_over_the_budget_is_alone() -> None:
+    assert by_tokens([2, 50, 2], 10) == [[1], [0, 2]]
+
+
+@given(lengths, st.integers(1, 100))
+def test_every_row_once_within_the_budget(rows: list[int], budget: int) -> None:
+    plan = by_tokens(rows, budget)
+    assert sorted(row for part in plan for row in part) == list(range(len(rows)))
+    for part in plan:
+        assert part
+        assert len(part) * max(rows[row] for row in part) <= budget or len(part) == 1
+
+
+@given(lengths, st.integers(1, 100), st.integers(1, 5))
+def test_a_multiple_of_micro_batches(rows: list[int], budget: int, multiple: int) -> None:
+    plain = by_tokens(rows, budget)
+    reachable = -(-len(plain) // multiple) * multiple <= len(rows)
+    if not reachable:
+        with pytest.raises(ValueError, match=f"{len(rows)} rows cannot make a multiple of {multiple}"):
+            by_tokens(rows, budget, multiple=multiple)
+        return
+    plan = by_tokens(rows, budget, multiple=multiple)
+    # As few as possible: an interleaved schedule needs the multiple and nothing more.
+    assert len(plan) == -(-len(plain) // multiple) * multiple
+    assert sorted(row for part in plan for row in part) == list(range(len(rows)))
+    assert all(len(part) * max(rows[row] for row in part) <= budget or len(part) == 1 for part in plan)
+
+
+@given(lengths, st.integers(1, 100))
+def test_the_padding_is_no_more_than_in_the_order_given(rows: list[int], budget: int) -> None:
+    """Sorting is there to save padding: no plan of consecutive rows under the same budget has fewer micro-batches."""
+    consecutive: list[list[int]] = []
+    for row, length in enumerate(rows):
+        part = consecutive[-1] if consecutive else []
+        if part and (len(part) + 1) * max(length, *(rows[r] for r in part)) <= budget:
+            part.append(row)
+        else:
+            consecutive.append([row])
+    assert len(by_tokens(rows, budget)) <= len(consecutive)
+
+
+def test_a_budget_replaces_the_number_of_rows() -> None:
+    assert make_plan([4, 4, 4, 4], rows=1, tokens=8) == [[0, 1], [2, 3]]
+    assert make_plan([4, 4, 4, 4], rows=3, tokens=None) == [[0, 1, 2], [3]]
+    assert make_plan([4, 4, 4, 4], rows=1, tokens=16, multiple=2) == [[0, 1], [2, 3]]
