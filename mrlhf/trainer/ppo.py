@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.hf_export import export_hf
@@ -200,7 +201,7 @@ class PPOTrainer:
         return metrics | rates
 
     def export(self) -> None:
-        """Write actor and critic as Hugging Face folders into the output folder."""
+        """Write actor and critic as Hugging Face folders into the output folder, in the dtype they came in."""
         output = Path(self.config.trainer.output_dir)
         for model, head, source in (
             (self.actor, "lm", self.config.actor.path),
@@ -213,6 +214,7 @@ class PPOTrainer:
                 source_folder=source,
                 groups=self.job.groups,
                 head=head,
+                dtype=getattr(torch, model.config.dtype),
                 overwrite=True,
             )
             if dist.get_rank() == 0:
