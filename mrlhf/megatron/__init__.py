@@ -5,5 +5,7 @@ import warnings
 # Megatron-Core says at import, many times, what it falls back to; `mrlhf.megatron.spec` says once what is used.
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
 warnings.filterwarnings("ignore", message=r"full scope is deprecated")
+# Inside torch's and Megatron's own checkpoint code.
+warnings.filterwarnings("ignore", message=r"Please use DTensor instead", category=FutureWarning)
 # Advice for CUDA's streams; the launchers in examples/ set the variable where it matters.
 warnings.filterwarnings("ignore", message=r"When using async grad allreduce")
