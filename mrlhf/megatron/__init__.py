@@ -7,5 +7,6 @@ warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Ape
 warnings.filterwarnings("ignore", message=r"full scope is deprecated")
 # Inside torch's and Megatron's own checkpoint code.
 warnings.filterwarnings("ignore", message=r"Please use DTensor instead", category=FutureWarning)
+warnings.filterwarnings("ignore", message=r"`load_state_dict` is deprecated", category=FutureWarning)
 # Advice for CUDA's streams; the launchers in examples/ set the variable where it matters.
 warnings.filterwarnings("ignore", message=r"When using async grad allreduce")
