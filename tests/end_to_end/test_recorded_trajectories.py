@@ -57,3 +57,32 @@ def test_every_recorded_number(run_ranks: Any, name: str, layout: str) -> None:
         assert len(rows) == 29
         wrong = {key: row for key, row in rows.items() if not (row[0] <= row[1] and row[2] > 0)}
         assert not wrong
+
+
+def _legal(layout: str, micro: int) -> bool:
+    """Minibatches have four rows; virtual stages need at least PP (2) micro-batches, in multiples of it."""
+    world, overrides = LAYOUTS[layout]
+    model = 1
+    for size in (TP2, PP2):
+        model *= 2 if size in overrides else 1
+    rows, rest = divmod(4, world // model * micro)
+    return not rest and rows > 0 and (VPP2 not in overrides or rows % 2 == 0)
+
+
+CROSSED = [
+    (layout, micro)
+    for layout in ("tp2", "pp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-distributed", "tp2-pp2-vpp2")
+    for micro in (1, 2, 4)
+    if _legal(layout, micro)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "micro"), CROSSED)
+@pytest.mark.parametrize("name", ["standard_trajectory", "ds_chat_trajectory"])
+def test_every_recorded_number_with_every_micro_batch(run_ranks: Any, name: str, layout: str, micro: int) -> None:
+    world, overrides = LAYOUTS[layout]
+    given = [*overrides, f"ppo.micro_batch_size={micro}", f"inference.micro_batch_size={micro}"]
+    for rows in run_ranks(_replay, world, DATA / name, given):
+        assert len(rows) == 29
+        assert all(row[0] <= row[1] and row[2] > 0 for row in rows.values()), rows
