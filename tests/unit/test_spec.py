@@ -1,0 +1,116 @@
+"""Which parts a model is made of, from what is installed and whether there is CUDA."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrlhf.megatron import device, spec
+from mrlhf.megatron.attention import CachedSelfAttention, SDPAttention
+from mrlhf.megatron.norms import TorchNorm
+from mrlhf.megatron.spec import Parts, choose_parts
+
+TE = Parts("transformer_engine", "transformer_engine", "transformer_engine")
+TORCH = Parts("local", "sdpa", "torch")
+APEX = Parts("local", "sdpa", "apex")
+
+
+def expected(cuda: bool, transformer_engine: bool, apex: bool, rms_norm: bool) -> Parts:
+    if not cuda:
+        return TORCH
+    if transformer_engine:
+        return TE
+    return APEX if apex and not rms_norm else TORCH
+
+
+@pytest.mark.parametrize(("cuda", "te", "apex", "rms"), list(itertools.product([False, True], repeat=4)))
+def test_every_combination(cuda: bool, te: bool, apex: bool, rms: bool) -> None:
+    parts = choose_parts(cuda=cuda, transformer_engine=te, apex=apex, rms_norm=rms)
+    assert parts == expected(cuda, te, apex, rms)
+    assert parts.describe() == f"layers: {parts.layers}, attention: {parts.attention}, norm: {parts.norm}"
+
+
+def package(root: Path, name: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, text in files.items():
+        path = root / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(root))
+    for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, loaded)
+
+
+@pytest.fixture(autouse=True)
+def _forget_packages() -> object:
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("apex", "transformer_engine"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"__init__.py": ""}, False),
+        # The PyPI package of that name fails like this when it is imported.
+        ({"__init__.py": "from pyramid_that_is_not_there.session import Factory"}, False),
+        ({"__init__.py": "", "normalization/__init__.py": ""}, True),
+    ],
+    ids=["other package", "other package that breaks", "nvidia"],
+)
+def test_only_nvidias_apex_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], found: bool
+) -> None:
+    package(tmp_path, "apex", files, monkeypatch)
+    assert spec.has_apex() is found
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"__init__.py": "", "pytorch/__init__.py": ""}, True),
+        ({"__init__.py": "", "jax/__init__.py": ""}, False),
+        ({"__init__.py": "raise OSError('libcudart.so: cannot open shared object file')"}, False),
+    ],
+    ids=["pytorch", "jax only", "libraries missing"],
+)
+def test_transformer_engine_of_pytorch_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], found: bool
+) -> None:
+    package(tmp_path, "transformer_engine", files, monkeypatch)
+    assert spec.has_transformer_engine() is found
+    monkeypatch.setattr(device, "has_cuda", lambda: False)
+    assert spec.available_parts(rms_norm=True) == TORCH
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    assert spec.available_parts(rms_norm=True) == (TE if found else TORCH)
+
+
+def test_without_cuda_nothing_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, "transformer_engine", {"__init__.py": "raise RuntimeError('no driver')"}, monkeypatch)
+    monkeypatch.setattr(device, "has_cuda", lambda: False)
+    assert spec.available_parts(rms_norm=False) == TORCH
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the local layers of a machine without CUDA")
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_local_layers_of_a_stage(normalization: str) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=6, hidden_size=8, num_attention_heads=2, normalization=normalization,
+        pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=4, pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    for rank, count in ((0, 4), (1, 2)):
+        block = spec.block_spec(config, rank, None)
+        assert len(block.layer_specs) == count
+        assert block.layer_norm is TorchNorm
+        layer = block.layer_specs[0].submodules
+        assert layer.input_layernorm is TorchNorm
+        assert layer.pre_mlp_layernorm is TorchNorm
+        assert layer.self_attention.module is CachedSelfAttention
+        assert layer.self_attention.submodules.core_attention is SDPAttention
