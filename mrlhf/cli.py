@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -228,6 +229,8 @@ def _print_on_first_rank(text: str) -> None:
 
 def _guarded(work: Callable[[], int | None]) -> None:
     """Run ``work``; our own errors become one message and status 2, a number that it returns the exit status."""
+    # What Megatron-Core and torch say about their own internals tells the user nothing.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     try:
         status = run_guarded(work, detect_launch(os.environ))
     except MrlhfError as error:

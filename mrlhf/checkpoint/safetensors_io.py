@@ -74,6 +74,12 @@ class SafetensorsReader:
         """All tensor names."""
         return set(self._files)
 
+    def check(self) -> None:
+        """Open every file, which reads its header. Raises `CheckpointError` naming a file that is cut off."""
+        for file in sorted(set(self._files.values())):
+            with _open(file):
+                pass
+
     def file_of(self, name: str) -> Path:
         """The file that holds ``name``."""
         return self._files[name]

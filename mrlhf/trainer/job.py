@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.convert import DTYPES, is_megatron_folder, load_weights
 from mrlhf.checkpoint.hf import has_value_bias, read_head, read_model_config
+from mrlhf.checkpoint.safetensors_io import SafetensorsReader
 from mrlhf.config import check_run
 from mrlhf.config_schema import AdamConfig, PPOConfig
 from mrlhf.errors import ConfigError
@@ -53,19 +54,36 @@ class Job:
 
 
 def read_models(config: PPOConfig) -> dict[str, ModelConfig]:
-    """The architectures of all roles; ``reward0``, ``reward1``, ... for the reward models."""
-    models = {
-        "actor": read_model_config(config.actor.path),
-        "reference": read_model_config(config.reference_path),
-        "critic": read_model_config(config.critic_path),
-    }
-    for index, path in enumerate(config.reward_model_paths):
-        models[f"reward{index}"] = read_model_config(path)
-        if read_head(path) != "value":
-            raise ConfigError(
-                f"reward.sources: {path} is a language model; a reward model is a one-label sequence classifier"
-            )
+    """The architectures of all roles; ``reward0``, ``reward1``, ... for the reward models.
+
+    Raises:
+        CheckpointError: a folder has no readable configuration or weights.
+        ConfigError: a folder holds another kind of model than its role needs.
+    """
+    paths = {"actor": config.actor.path, "reference": config.reference_path, "critic": config.critic_path}
+    paths |= {f"reward{index}": path for index, path in enumerate(config.reward_model_paths)}
+    models = {role: read_model_config(path) for role, path in paths.items()}
+    for path in sorted(set(paths.values())):
+        if not is_megatron_folder(path):
+            # Opening it reads the headers: a missing or cut-off file is found before any rank waits for another.
+            with SafetensorsReader(path) as reader:
+                reader.check()
+    problems = [_kind_problem(role, path, config) for role, path in paths.items()]
+    found = [problem for problem in problems if problem]
+    if found:
+        raise ConfigError("\n".join(found))
     return models
+
+
+def _kind_problem(role: str, path: str, config: PPOConfig) -> str | None:
+    head = read_head(path)
+    if role.startswith("reward") and head != "value":
+        return f"reward.sources: {path} is a language model; a reward model is a one-label sequence classifier"
+    if role in ("actor", "reference") and head != "lm":
+        return f"{role}.path: {path} is a sequence classifier; the {role} is a language model"
+    if role == "critic" and config.critic.head == "loaded" and head != "value":
+        return f"critic.path: {path} is a language model without a value head; set critic.head to fresh or auto"
+    return None
 
 
 def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> Job:

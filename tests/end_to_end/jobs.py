@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 REWARDS = '''
 """Reward functions that behave and that do not."""
 import os
-import time
 
 
 def vowels(prompts, responses, **meta):
@@ -33,9 +32,8 @@ def fails_on_one_replica(prompts, responses, topic, **meta):
     return vowels(prompts, responses)
 
 
-class Vanishing(list):
-    def __iter__(self):
-        raise KeyError("a number went missing")
+def fails_everywhere(prompts, responses, **meta):
+    raise ValueError("no score today")
 
 
 def unexpected(prompts, responses, **meta):
