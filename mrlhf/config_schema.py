@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mrlhf.planner import ParallelSizes
 
@@ -238,6 +238,12 @@ class TrainerConfig(Section):
         "auto", description="display on rank 0; auto: rich in a terminal, else one plain line per iteration"
     )
     sample_interval: NaturalInt = Field(10, description="iterations between sample tables; 0: none")
+
+    @field_validator("progress", mode="before")
+    @classmethod
+    def _unquoted_off(cls, value: object) -> object:
+        """YAML 1.1 reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
 
 class LaunchConfig(Section):

@@ -218,3 +218,9 @@ def test_check_run_needs_no_process_group(file: Path) -> None:
     for part in ("world size 6", "actor: 2 key-value heads", "250 prompt + 16 response", "reward: "):
         assert part in message
     check_run(load_config(file, ["data.max_prompt_length=240"]), 4, {"actor": model})
+
+
+def test_progress_off_needs_no_quotes(file: Path) -> None:
+    """YAML 1.1 reads a bare ``off`` as false."""
+    assert load_config(file, ["trainer.progress=off"]).trainer.progress == "off"
+    assert "trainer.progress: given True" in refusal(file, "trainer.progress=on")
