@@ -1,0 +1,153 @@
+"""Masks, shaping and GAE of a rollout against hand numbers; whitening over ranks is in tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_masks
+from mrlhf.types import RolloutBatch
+
+PAD = EOS = 2
+
+
+def _batch(
+    prompts: list[list[int]], responses: list[list[int]], *, semantics: str = "standard", response_width: int = 99
+) -> RolloutBatch:
+    batch = RolloutBatch.from_sequences(
+        prompts, responses, pad_id=PAD, truncated=[not r or r[-1] != EOS for r in responses]
+    )
+    batch = add_masks(batch, semantics, response_width)  # type: ignore[arg-type]
+    frame = torch.zeros(batch.size, batch.width - 1)
+    return batch.replace(
+        old_logprobs=frame, ref_logprobs=frame.clone(), values=frame.clone(), scores=torch.zeros(batch.size)
+    )
+
+
+def _at(batch: RolloutBatch, row: int, values: list[float]) -> torch.Tensor:
+    """A label frame with ``values`` from the first response label of ``row`` on, NaN elsewhere."""
+    frame = torch.full((batch.size, batch.width - 1), float("nan"))
+    start = int(batch.prompt_lengths[row]) - 1
+    frame[row, start : start + len(values)] = torch.tensor(values)
+    return frame
+
+
+def _response(batch: RolloutBatch, x: torch.Tensor | None, row: int = 0) -> list[float]:
+    assert x is not None
+    assert batch.gae_mask is not None
+    return x[row][batch.gae_mask[row]].tolist()
+
+
+def _close(values: list[float]) -> object:
+    return pytest.approx(values, abs=1e-6)
+
+
+def test_a1_the_score_is_on_the_end_token() -> None:
+    batch = _batch([[7, 8]], [[11, 12, EOS]])
+    batch = batch.replace(scores=torch.tensor([1.0]), values=_at(batch, 0, [0.2, 0.3, 0.4]))
+    done = add_advantages(batch, ShapingSettings(), None)
+    assert _response(done, done.rewards) == _close([0, 0, 1])
+    assert _response(done, done.advantages) == _close([0.7365, 0.67, 0.6])
+    assert _response(done, done.returns) == _close([0.9365, 0.97, 1.0])
+    assert float(done.rewards.sum()) == 1.0  # type: ignore[union-attr]
+
+
+def test_a2_the_end_token_stays_in_the_mask_where_it_is_the_pad_id() -> None:
+    batch = _batch([[PAD, PAD], [5, 6, 7]], [[11, 12, EOS], [11] * 5])
+    batch = batch.replace(scores=torch.tensor([1.0, 0.0]))
+    done = add_advantages(batch, ShapingSettings(), None)
+    assert done.response_mask is not None
+    assert done.response_mask[0, 1:6].tolist() == [True, True, True, False, False]
+    assert int((done.advantages[0] != 0).sum()) == int(done.response_mask[0].sum()) == 3  # type: ignore[index]
+
+
+def test_a4_the_kl_stays_the_kl() -> None:
+    batch = _batch([[7]], [[11, EOS]])
+    batch = batch.replace(
+        scores=torch.tensor([1.0]), old_logprobs=_at(batch, 0, [-0.8, -0.6]), ref_logprobs=_at(batch, 0, [-1.0, -1.0])
+    )
+    for _ in range(2):
+        done = add_advantages(batch, ShapingSettings(kl_coef=0.1), None)
+        assert _response(done, done.rewards) == _close([-0.02, 0.96])
+        assert _response(done, done.kl) == _close([0.2, 0.4])
+    assert done.kl is not None
+    assert float(done.kl[done.response_mask].mean()) == pytest.approx(0.3, abs=1e-6)
+
+
+def test_a13_masks_follow_their_rows() -> None:
+    batch = _batch([[1, 2, 3], [4]], [[5, EOS], [6, 7, 8]])
+    swapped = batch.select([1, 0])
+    assert torch.equal(swapped.response_mask, batch.response_mask[[1, 0]])  # type: ignore[index, arg-type]
+    assert batch.response_mask is not None
+    assert [row.tolist() for row in batch.response_mask] == [
+        [False, False, True, True, False],
+        [True, True, True, False, False],
+    ]
+
+
+def test_d12_a_response_that_is_only_the_end_token() -> None:
+    batch = _batch([[7, 8, 9], [7]], [[EOS], [11, 12, EOS]])
+    batch = batch.replace(scores=torch.tensor([0.7, 0.0]))
+    done = add_advantages(batch, ShapingSettings(), None)
+    assert done.response_lengths.tolist() == [1, 3]
+    assert _response(done, done.rewards, 0) == _close([0.7])
+    assert done.rewards is not None
+    assert float(done.rewards[0, 2]) == pytest.approx(0.7)
+
+
+def test_deepspeed_chat_puts_the_score_one_slot_later() -> None:
+    """Two tokens and the pad after them; the slot's own KL and value take part, and the full row has no such slot."""
+    batch = _batch([[7], [7]], [[11, 12], [11, 12, 13]], semantics="deepspeed_chat", response_width=3)
+    values = torch.tensor([[0.1, 0.2, 0.3, 9.0], [0.1, 0.2, 0.3, 9.0]])
+    batch = batch.replace(
+        scores=torch.tensor([1.0, 2.0]),
+        old_logprobs=torch.tensor([[0.0, 0.0, -0.5, 0.0], [0.0] * 4]),
+        ref_logprobs=torch.tensor([[0.0, 0.0, -1.0, 0.0], [0.0] * 4]),
+        values=values,
+    )
+    done = add_advantages(batch, ShapingSettings(semantics="deepspeed_chat", gae_lambda=1.0), None)
+    assert _response(done, done.rewards, 0) == _close([0, 0, 0.95])
+    assert _response(done, done.rewards, 1) == _close([0, 0, 2.0])
+    assert _response(done, done.returns, 0) == _close([0.95] * 3)
+    assert int(done.response_mask.sum()) == 5  # type: ignore[union-attr]
+
+
+def test_the_penalty_comes_before_the_clip() -> None:
+    """6 - 2 = 4 and 6 clipped to 5; the other way round the truncated one would be 3."""
+    batch = _batch([[7], [7]], [[11, 12], [11, EOS]])
+    batch = batch.replace(scores=torch.tensor([6.0, 6.0]))
+    done = add_advantages(batch, ShapingSettings(missing_eos_penalty=2.0, score_clip=5.0), None)
+    assert _response(done, done.rewards, 0) == _close([0, 4])
+    assert _response(done, done.rewards, 1) == _close([0, 5])
+    # The score itself is what is logged, without penalty.
+    assert done.scores is not None
+    assert done.scores.tolist() == [6.0, 6.0]
+
+
+def test_bootstrap_on_truncated_rows_only() -> None:
+    batch = _batch([[7, 8], [7, 8]], [[11, 12], [11, EOS]])
+    values = torch.tensor([[9.0, 0.2, 0.3, 0.5], [9.0, 0.2, 0.3, 0.5]])[:, : batch.width - 1]
+    batch = batch.replace(values=values, scores=torch.tensor([1.0, 1.0]))
+    settings = ShapingSettings(bootstrap_truncated=True, gamma=0.5, gae_lambda=1.0)
+    done = add_advantages(batch, settings, None)
+    # Truncated: the value after token 12 stands at the slot after the response, 0.5.
+    assert _response(done, done.returns, 0) == _close([0.5 * (1 + 0.5 * 0.5), 1 + 0.5 * 0.5])
+    assert _response(done, done.returns, 1) == _close([0.5, 1.0])
+    plain = add_advantages(batch, ShapingSettings(gamma=0.5, gae_lambda=1.0), None)
+    assert _response(plain, plain.returns, 0) == _close([0.5, 1.0])
+
+
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_what_lies_outside_the_response_changes_nothing(bootstrap: bool) -> None:
+    batch = _batch([[7, 8], [7]], [[11, 12, EOS], [11, EOS]])
+    settings = ShapingSettings(bootstrap_truncated=bootstrap)
+    batch = batch.replace(scores=torch.tensor([1.0, -1.0]))
+    clean = add_advantages(batch, settings, None)
+    spoiled = {
+        name: torch.where(batch.gae_mask, getattr(batch, name), torch.tensor(float("nan")))  # type: ignore[arg-type]
+        for name in ("old_logprobs", "ref_logprobs", "values")
+    }
+    dirty = add_advantages(batch.replace(**spoiled), settings, None)
+    for name in ("rewards", "kl", "advantages", "returns"):
+        mask = batch.gae_mask
+        assert torch.equal(getattr(clean, name)[mask], getattr(dirty, name)[mask]), name
