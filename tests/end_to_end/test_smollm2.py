@@ -107,7 +107,7 @@ def test_ppo_example(smollm2: str, tmp_path: Path) -> None:
     before, after = read_tensors(smollm2), read_tensors(tmp_path / "actor")
     assert before.keys() == after.keys()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    # Every tensor was trained, none by more than three updates of Adam at this rate can move it.
+    # Every tensor was trained, and none further than three updates of Adam at this rate move it.
     assert set(changed) == set(before)
     largest = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert largest < 3 * 5e-5 * 1.5
