@@ -104,7 +104,7 @@ LAYOUTS = {
 SLOW_LAYOUTS = {
     "tp2-pp2": (4, [TP2, PP2]),
     "dp2-tp2-sp": (4, [TP2, "parallel.sequence_parallel=true", "optimizer.distributed=true"]),
-    "dp2-pp2-vpp": (4, [PP2, "ppo.micro_batch_size=1", "optimizer.distributed=true"]),
+    "dp2-pp2-distributed": (4, [PP2, "ppo.micro_batch_size=1", "optimizer.distributed=true"]),
     "dp4": (4, ["ppo.micro_batch_size=1"]),
 }
 
@@ -297,7 +297,7 @@ def test_d4_data_parallel_ranks_sample_differently(runs: Runs, run_ranks: Callab
     assert text0 != text1
 
 
-def _kinds_of_update(config: PPOConfig) -> None:
+def _train(config: PPOConfig) -> None:
     train(config)
 
 
@@ -308,7 +308,7 @@ def test_learning_rates_follow_their_schedules(runs: Runs, schedule: str, tmp_pa
         runs.inputs, tmp_path, f"optimizer.actor.lr_schedule={schedule}", "trainer.iterations=3",
         "optimizer.actor.warmup_iterations=1", "optimizer.critic.lr=0.001",
     )  # fmt: skip
-    start_ranks(_kinds_of_update, 1, config)
+    start_ranks(_train, 1, config)
     rows = read_lines(tmp_path / "metrics.jsonl")
     assert [row["critic_lr"] for row in rows] == [0.001] * 3
     assert max(row["actor_lr"] for row in rows) <= 2e-3
