@@ -35,7 +35,7 @@ quickstart: $(STAMP)
 	$(RUN) bash examples/quickstart.sh
 
 test: $(STAMP)
-	$(RUN) python -m pytest -m "not slow" --timeout 600
+	$(RUN) python -m pytest -m "not slow" --timeout 600 --durations 25
 
 test-all: $(STAMP)
 	$(RUN) python -m pytest --timeout 1800

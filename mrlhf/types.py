@@ -112,7 +112,8 @@ class RolloutBatch:
         old_logprobs: ``[B, S-1]`` float, of the actor at the time of the rollout.
         ref_logprobs: ``[B, S-1]`` float, of the reference.
         values: ``[B, S-1]`` float, of the critic at the time of the rollout.
-        scores: ``[B]`` float, one per response.
+        scores: ``[B]`` float, one per response, as they enter the reward.
+        raw_scores: ``[B]`` float, as the reward sources gave them, before any normalisation.
         rewards: ``[B, S-1]`` float, shaped.
         kl: ``[B, S-1]`` float, actor to reference.
         advantages: ``[B, S-1]`` float.
@@ -133,6 +134,7 @@ class RolloutBatch:
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
+    raw_scores: Tensor | None = None
     rewards: Tensor | None = None
     kl: Tensor | None = None
     advantages: Tensor | None = None
@@ -151,7 +153,7 @@ class RolloutBatch:
         "advantages",
         "returns",
     )
-    ROW_FLOATS: ClassVar[tuple[str, ...]] = ("scores", "row_weights")
+    ROW_FLOATS: ClassVar[tuple[str, ...]] = ("scores", "raw_scores", "row_weights")
 
     def __post_init__(self) -> None:
         self._check_shapes()

@@ -37,3 +37,17 @@ class TorchNorm(torch.nn.Module):
             return F.rms_norm(x, shape, self.weight, self.eps)
         # Llama's order: round to the input's dtype first, then multiply by the weight.
         return F.rms_norm(x.float(), shape, None, self.eps).to(x.dtype) * self.weight
+
+
+class ApexNorm:
+    """NVIDIA Apex's fused RMSNorm or LayerNorm, by ``config.normalization``, with the mark of sequence parallelism."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        """Build the norm; `ImportError` without Apex."""
+        from apex import normalization
+
+        kind = {"RMSNorm": "FusedRMSNorm", "LayerNorm": "FusedLayerNorm"}[config.normalization]
+        norm: torch.nn.Module = getattr(normalization, kind)(hidden_size, eps=eps).to(config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm

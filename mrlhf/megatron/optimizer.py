@@ -24,9 +24,9 @@ class AdamSettings:
     """AdamW and its schedule.
 
     The rate rises linearly over the first ``warmup_steps`` steps of the schedule (the first step already has
-    ``lr / warmup_steps``), then follows ``lr_schedule`` to ``min_lr`` at ``total_steps``. ``clip_grad`` is the largest
-    norm of the gradient of the whole model; 0 turns clipping off (the norm is still measured). Weight decay is
-    decoupled and spares one-dimensional parameters (norms, biases).
+    ``lr / warmup_steps``), then follows ``lr_schedule``, which would reach ``min_lr`` one step after the last of
+    ``total_steps``. ``clip_grad`` is the largest norm of the gradient of the whole model; 0 turns clipping off (the
+    norm is still measured). Weight decay is decoupled and spares one-dimensional parameters (norms, biases).
     """
 
     lr: float

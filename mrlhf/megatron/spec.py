@@ -2,7 +2,7 @@
 
 Transformer Engine's modules are used where it can be imported **and** CUDA is present (with Transformer Engine but
 without CUDA its kernels cannot run); otherwise Megatron's own layers with our attention and norms, and Apex's fused
-LayerNorm where NVIDIA's Apex is installed and CUDA is present.
+norms where NVIDIA's Apex is installed and CUDA is present.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrlhf.megatron import device
 from mrlhf.megatron.attention import CachedSelfAttention, SDPAttention
-from mrlhf.megatron.norms import TorchNorm
+from mrlhf.megatron.norms import ApexNorm, TorchNorm
 
 
 @dataclass(frozen=True)
@@ -56,37 +56,29 @@ def _found(module: str) -> bool:
         return False
 
 
-def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool, rms_norm: bool) -> Parts:
-    """Decide from what is there; pure, so that every combination is tested without the packages.
-
-    Apex's fused norm in Megatron-Core is a LayerNorm, so RMSNorm models take torch's.
-    """
+def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool) -> Parts:
+    """Decide from what is there; pure, so that every combination is tested without the packages."""
     if cuda and transformer_engine:
         return Parts("transformer_engine", "transformer_engine", "transformer_engine")
-    return Parts("local", "sdpa", "apex" if cuda and apex and not rms_norm else "torch")
+    return Parts("local", "sdpa", "apex" if cuda and apex else "torch")
 
 
-def available_parts(rms_norm: bool) -> Parts:
+def available_parts() -> Parts:
     """`choose_parts` for this machine."""
     cuda = device.has_cuda()
-    return choose_parts(
-        cuda=cuda,
-        transformer_engine=cuda and has_transformer_engine(),
-        apex=cuda and has_apex(),
-        rms_norm=rms_norm,
-    )
+    return choose_parts(cuda=cuda, transformer_engine=cuda and has_transformer_engine(), apex=cuda and has_apex())
 
 
 def block_spec(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one stage, each with `CachedSelfAttention`, and its final norm."""
-    parts = available_parts(config.normalization == "RMSNorm")
+    parts = available_parts()
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     if parts.layers == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec()
         norm = _te_norm()
     else:
         layer = get_gpt_layer_local_spec(normalization=config.normalization)
-        norm = _apex_norm() if parts.norm == "apex" else TorchNorm
+        norm = ApexNorm if parts.norm == "apex" else TorchNorm
         layer.submodules.input_layernorm = norm
         layer.submodules.pre_mlp_layernorm = norm
         layer.submodules.self_attention.submodules.core_attention = SDPAttention
@@ -99,11 +91,4 @@ def _te_norm() -> Callable[..., Any]:
     from megatron.core.extensions.transformer_engine import TENorm
 
     norm: Callable[..., Any] = TENorm
-    return norm
-
-
-def _apex_norm() -> Callable[..., Any]:
-    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-
-    norm: Callable[..., Any] = FusedLayerNorm
     return norm

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mrlhf.types import RolloutBatch, round_up
+
 Plan = list[list[int]]
 """Micro-batches as lists of row numbers; every row appears exactly once."""
 
@@ -47,8 +49,10 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1) -> Plan
     return plan
 
 
-def make_plan(lengths: Sequence[int], *, rows: int, tokens: int | None, multiple: int = 1) -> Plan:
-    """`by_tokens` where a budget is given, else `by_rows`."""
-    if tokens is not None:
-        return by_tokens(lengths, tokens, multiple=multiple)
-    return by_rows(len(lengths), rows)
+def make_plan(batch: RolloutBatch, *, rows: int, tokens: int | None, multiple: int = 1) -> Plan:
+    """Micro-batches of a batch: `by_tokens` of the padded rows where a budget is given, else `by_rows`."""
+    if tokens is None:
+        return by_rows(batch.size, rows)
+    # A row takes the slot after its last token too, and its width is padded like the batch's.
+    lengths = [round_up(length + 1, batch.pad_to_multiple) for length in batch.lengths.tolist()]
+    return by_tokens(lengths, tokens, multiple=multiple)

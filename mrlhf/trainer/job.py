@@ -86,17 +86,21 @@ def _kind_problem(role: str, path: str, config: PPOConfig) -> str | None:
     return None
 
 
-def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> Job:
-    """Check all sizes, join the other ranks, make the process groups.
-
-    Nothing is started before the sizes fit, so a wrong layout is refused within seconds.
+def check_job(config: PPOConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
+    """Find the launcher and check all sizes against its world; nothing is started.
 
     Raises:
-        ConfigError: the layout, batch sizes, lengths or models do not fit together.
+        ConfigError: the launcher's variables are inconsistent, or layout, batch sizes, lengths and models do not fit
+            together.
     """
     env = detect_launch(os.environ)
     check_run(config, env.world_size, models)
-    return _join(config, models, env)
+    return env
+
+
+def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> Job:
+    """Join the other ranks and make the process groups, once `check_job` has found nothing wrong."""
+    return _join(config, models, check_job(config, models))
 
 
 def start_generation_job(config: PPOConfig, model: ModelConfig) -> Job:

@@ -169,11 +169,8 @@ class _Replay:
         batch = recording.batch(index, pad_to_multiple=multiple).to(job.device)
         batch = batch.select(data_parallel_slice(batch.size, job.dp_rank, job.dp_size))
         batch = add_masks(batch, recording.semantics, recording.settings["max_response_length"])
-        plan = make_plan(
-            (batch.lengths + 1).tolist(),
-            rows=job.config.inference.micro_batch_size,
-            tokens=job.config.inference.micro_batch_tokens,
-        )
+        inference = job.config.inference
+        plan = make_plan(batch, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
         batch = add_inference(
             batch,
             plan,

@@ -24,7 +24,7 @@ from mrlhf.parallel.launch import shutdown
 from mrlhf.progress import Display, open_display
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.micro_batches import Plan, make_plan
+from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardFunction
 from mrlhf.trainer import job as jobs
@@ -58,6 +58,8 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
         MrlhfError: as `run`.
     """
     models = jobs.read_models(config)
+    # Before the prompts are encoded, which can take minutes.
+    jobs.check_job(config, models)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(tokenizer, models["actor"].vocab_size)
     functions = [
@@ -221,7 +223,8 @@ class PPOTrainer:
                 print(f"{model.name} exported to {output / model.name}", file=sys.stderr)
 
     def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
-        plan = self._inference_plan(batch)
+        inference = self.config.inference
+        plan = make_plan(batch, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
         batch = add_inference(
             batch,
             plan,
@@ -230,20 +233,13 @@ class PPOTrainer:
             critic=self.critic,
             temperature=self.shaping.temperature,
         )
-        scores = self.scorer.scores(batch, plan, samples)
+        raw = scores = self.scorer.scores(batch, plan, samples)
         if self.normalizer is not None:
-            scores = self.normalizer.normalize(scores, self.job.groups.dp)
-        return batch.replace(scores=scores)
-
-    def _inference_plan(self, batch: RolloutBatch) -> Plan:
-        inference = self.config.inference
-        return make_plan(
-            (batch.lengths + 1).tolist(), rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens
-        )
+            scores = self.normalizer.normalize(raw, self.job.groups.dp)
+        return batch.replace(scores=scores, raw_scores=raw)
 
     def _announce(self, display: Display) -> None:
-        parts = available_parts(self.actor.config.norm == "rmsnorm")
-        display.message(f"{self.job.env.launcher}: {self.job.sizes.describe()}; {parts.describe()}")
+        display.message(f"{self.job.env.launcher}: {self.job.sizes.describe()}; {available_parts().describe()}")
         data = self.dataset
         left_out = {"malformed lines skipped": data.skipped, "over-long prompts dropped": data.dropped}
         left_out["over-long prompts cut"] = data.truncated

@@ -77,7 +77,7 @@ def iteration_metrics(
 
 
 def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    assert batch.scores is not None
+    assert batch.raw_scores is not None
     assert batch.rewards is not None
     assert batch.response_mask is not None
     assert batch.gae_mask is not None
@@ -85,7 +85,7 @@ def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     assert batch.ref_logprobs is not None
     assert batch.values is not None
     assert batch.returns is not None
-    mask, scores = batch.response_mask, batch.scores.double()
+    mask, scores = batch.response_mask, batch.raw_scores.double()
     lengths = batch.response_lengths.double()
     kl = {k: kl_estimate(batch.old_logprobs, batch.ref_logprobs, k) for k in ("k1", "k3")}
     return {
@@ -141,7 +141,7 @@ def _loss_metrics(reduced: dict[str, float], updates: list[tuple[Update, Update]
 
 def sample_rows(batch: RolloutBatch, tokenizer: Tokenizer, iteration: int) -> list[dict[str, Any]]:
     """The first rows as text, for the sample table."""
-    assert batch.scores is not None
+    assert batch.raw_scores is not None
     assert batch.kl is not None
     assert batch.response_mask is not None
     kl = masked_sum(batch.kl, batch.response_mask, dim=1)
@@ -151,7 +151,7 @@ def sample_rows(batch: RolloutBatch, tokenizer: Tokenizer, iteration: int) -> li
             "sample_id": int(batch.sample_ids[row]),
             "prompt": tokenizer.decode(batch.prompt(row)),
             "response": tokenizer.decode(batch.response(row)),
-            "score": round(float(batch.scores[row]), 6),
+            "score": round(float(batch.raw_scores[row]), 6),
             "kl": round(float(kl[row]), 6),
             "response_length": int(batch.response_lengths[row]),
             "truncated": bool(batch.truncated[row]),

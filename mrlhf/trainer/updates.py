@@ -114,7 +114,7 @@ class Updater:
         mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
         virtual = len(self.actor.chunks) > 1
         plan = make_plan(
-            (mine.lengths + 1).tolist(),
+            mine,
             rows=settings.micro_batch_size,
             tokens=settings.micro_batch_tokens,
             multiple=groups.pp.size() if virtual else 1,

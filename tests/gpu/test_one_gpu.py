@@ -63,7 +63,7 @@ def test_install_changes_nothing() -> None:
 
 
 def test_transformer_engine_is_chosen_where_it_is_installed() -> None:
-    parts = spec.available_parts(rms_norm=True)
+    parts = spec.available_parts()
     expected = "transformer_engine" if spec.has_transformer_engine() else "local"
     assert parts.layers == expected
     if expected == "transformer_engine":

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrlhf.roles.micro_batches import by_rows, by_tokens, make_plan
+from mrlhf.types import RolloutBatch
 
 lengths = st.lists(st.integers(1, 40), min_size=0, max_size=30)
 
@@ -63,6 +64,15 @@ def test_the_padding_is_no_more_than_in_the_order_given(rows: list[int], budget:
 
 
 def test_a_budget_replaces_the_number_of_rows() -> None:
-    assert make_plan([4, 4, 4, 4], rows=1, tokens=8) == [[0, 1], [2, 3]]
-    assert make_plan([4, 4, 4, 4], rows=3, tokens=None) == [[0, 1, 2], [3]]
-    assert make_plan([4, 4, 4, 4], rows=1, tokens=16, multiple=2) == [[0, 1], [2, 3]]
+    # Rows of 3 tokens: with the slot after the last one they take 4.
+    batch = RolloutBatch.from_sequences([[5]] * 4, [[6, 7]] * 4, pad_id=0)
+    assert make_plan(batch, rows=1, tokens=8) == [[0, 1], [2, 3]]
+    assert make_plan(batch, rows=3, tokens=None) == [[0, 1, 2], [3]]
+    assert make_plan(batch, rows=1, tokens=16, multiple=2) == [[0, 1], [2, 3]]
+
+
+def test_a_budget_counts_the_padding_of_the_width() -> None:
+    batch = RolloutBatch.from_sequences([[5]] * 4, [[6, 7, 8]] * 4, pad_id=0, pad_to_multiple=4)
+    # Five tokens with the slot, eight after padding.
+    assert make_plan(batch, rows=1, tokens=15) == [[0], [1], [2], [3]]
+    assert make_plan(batch, rows=1, tokens=16) == [[0, 1], [2, 3]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from mrlhf.megatron.norms import TorchNorm
+from mrlhf.megatron.norms import ApexNorm, TorchNorm
 
 WIDTH = 48
 
@@ -84,3 +86,19 @@ def test_unknown_normalization() -> None:
     config.normalization = "BatchNorm"
     with pytest.raises(ValueError, match="'BatchNorm'; expected RMSNorm or LayerNorm"):
         TorchNorm(config, WIDTH)
+
+
+@pytest.mark.parametrize(("kind", "stands_in"), [("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)])
+def test_apex_norm_takes_the_fused_class_of_its_kind(kind: str, stands_in: Any, monkeypatch: Any) -> None:
+    # Apex needs CUDA to build; torch's classes take the same arguments.
+    apex = types.ModuleType("apex")
+    apex.normalization = types.SimpleNamespace(**{f"Fused{kind}": stands_in})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", apex)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=4, normalization=kind, params_dtype=torch.bfloat16,
+        tensor_model_parallel_size=2, sequence_parallel=True,
+    )  # fmt: skip
+    made = ApexNorm(config, WIDTH, eps=1e-3)
+    assert isinstance(made, stands_in)
+    assert made.eps == 1e-3
+    assert all(p.dtype is torch.bfloat16 and p.sequence_parallel for p in made.parameters())

@@ -26,7 +26,11 @@ def _batch() -> RolloutBatch:
     frame = torch.where(batch.response_mask, 0.0, float("nan"))  # type: ignore[arg-type]
     kl = torch.tensor([[0.2], [0.5]])
     batch = batch.replace(
-        old_logprobs=frame - 1, ref_logprobs=frame - 1 - kl, values=frame + 0.25, scores=torch.tensor([1.0, 3.0])
+        old_logprobs=frame - 1,
+        ref_logprobs=frame - 1 - kl,
+        values=frame + 0.25,
+        scores=torch.tensor([1.0, 3.0]),
+        raw_scores=torch.tensor([11.0, 13.0]),
     )
     return add_advantages(batch, ShapingSettings(kl_coef=0.1), None)
 
@@ -56,7 +60,7 @@ def metrics() -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("score_mean", 2.0), ("score_std", 1.0), ("score_min", 1.0), ("score_max", 3.0),
+        ("score_mean", 12.0), ("score_std", 1.0), ("score_min", 11.0), ("score_max", 13.0),
         ("kl_k1", (2 * 0.2 + 3 * 0.5) / 5), ("kl_sequence", (2 * 0.2 + 3 * 0.5) / 2),
         # k3 = exp(ref - old) - 1 - (ref - old)
         ("kl_k3", (2 * (math.exp(-0.2) - 0.8) + 3 * (math.exp(-0.5) - 0.5)) / 5),
@@ -100,7 +104,7 @@ def test_sample_rows(data_folder: Path, tmp_path: Path) -> None:
     assert second["response"] == tokenizer.decode([9, 9, 9])
     assert (first["iteration"], first["sample_id"], second["sample_id"]) == (7, 4, 5)
     assert (first["kl"], second["kl"]) == (pytest.approx(0.4), pytest.approx(1.5))
-    assert (first["score"], second["score"]) == (1.0, 3.0)
+    assert (first["score"], second["score"]) == (11.0, 13.0)
     assert (first["truncated"], second["truncated"]) == (False, True)
     assert (first["response_length"], second["response_length"]) == (2, 3)
     many = _batch().select([0, 1] * 6)

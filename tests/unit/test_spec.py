@@ -19,18 +19,18 @@ TORCH = Parts("local", "sdpa", "torch")
 APEX = Parts("local", "sdpa", "apex")
 
 
-def expected(cuda: bool, transformer_engine: bool, apex: bool, rms_norm: bool) -> Parts:
+def expected(cuda: bool, transformer_engine: bool, apex: bool) -> Parts:
     if not cuda:
         return TORCH
     if transformer_engine:
         return TE
-    return APEX if apex and not rms_norm else TORCH
+    return APEX if apex else TORCH
 
 
-@pytest.mark.parametrize(("cuda", "te", "apex", "rms"), list(itertools.product([False, True], repeat=4)))
-def test_every_combination(cuda: bool, te: bool, apex: bool, rms: bool) -> None:
-    parts = choose_parts(cuda=cuda, transformer_engine=te, apex=apex, rms_norm=rms)
-    assert parts == expected(cuda, te, apex, rms)
+@pytest.mark.parametrize(("cuda", "te", "apex"), list(itertools.product([False, True], repeat=3)))
+def test_every_combination(cuda: bool, te: bool, apex: bool) -> None:
+    parts = choose_parts(cuda=cuda, transformer_engine=te, apex=apex)
+    assert parts == expected(cuda, te, apex)
     assert parts.describe() == f"layers: {parts.layers}, attention: {parts.attention}, norm: {parts.norm}"
 
 
@@ -85,15 +85,15 @@ def test_transformer_engine_of_pytorch_counts(
     package(tmp_path, "transformer_engine", files, monkeypatch)
     assert spec.has_transformer_engine() is found
     monkeypatch.setattr(device, "has_cuda", lambda: False)
-    assert spec.available_parts(rms_norm=True) == TORCH
+    assert spec.available_parts() == TORCH
     monkeypatch.setattr(device, "has_cuda", lambda: True)
-    assert spec.available_parts(rms_norm=True) == (TE if found else TORCH)
+    assert spec.available_parts() == (TE if found else TORCH)
 
 
 def test_without_cuda_nothing_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "transformer_engine", {"__init__.py": "raise RuntimeError('no driver')"}, monkeypatch)
     monkeypatch.setattr(device, "has_cuda", lambda: False)
-    assert spec.available_parts(rms_norm=False) == TORCH
+    assert spec.available_parts() == TORCH
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the local layers of a machine without CUDA")
