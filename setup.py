@@ -49,6 +49,8 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.6",
             "mypy>=1.11",
+            # transformers reads GGUF files with these two.
+            "accelerate>=1.0",
             "gguf>=0.10",
             "vaderSentiment>=3.3.2",
         ],
