@@ -85,4 +85,4 @@ def test_every_recorded_number_with_every_micro_batch(run_ranks: Any, name: str,
     given = [*overrides, f"ppo.micro_batch_size={micro}", f"inference.micro_batch_size={micro}"]
     for rows in run_ranks(_replay, world, DATA / name, given):
         assert len(rows) == 29
-        assert all(row[0] <= row[1] and row[2] > 0 for row in rows.values()), rows
+        assert not {key: row for key, row in rows.items() if not (row[0] <= row[1] and row[2] > 0)}
