@@ -24,6 +24,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 convert_app = typer.Typer(help="Convert weights from and to Hugging Face folders.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 
@@ -192,12 +203,6 @@ def convert_export(
         )
 
     _guarded(work)
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
 
 
 def main() -> None:

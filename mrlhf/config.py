@@ -98,7 +98,8 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
         minibatch_size=config.ppo.minibatch_size,
         micro_batch_size=config.ppo.micro_batch_size,
         micro_batch_tokens=config.ppo.micro_batch_tokens,
-        max_prompt_length=config.data.max_prompt_length,
+        # Without a limit of its own a prompt takes what the response leaves, at least one token.
+        max_prompt_length=config.data.max_prompt_length or 1,
         max_response_length=config.rollout.max_response_length,
     )
     if problems:
@@ -115,9 +116,13 @@ def file_problems(config: PPOConfig) -> list[str]:
     problems = []
     for key, path in folders.items():
         if not Path(path).is_dir():
-            problems.append(f"{key}: {path} is not a folder; expected a Hugging Face folder")
+            problems.append(
+                f"{key}: {path} is not a folder; expected a Hugging Face folder or one of `mrlhf convert import`"
+            )
         elif not (Path(path) / "config.json").is_file():
-            problems.append(f"{key}: {path} has no config.json; expected a Hugging Face folder")
+            problems.append(
+                f"{key}: {path} has no config.json; expected a Hugging Face folder or one of `mrlhf convert import`"
+            )
     files = {"data.prompts": config.data.prompts, "tokenizer.chat_template": config.tokenizer.chat_template}
     problems += [f"{key}: {path} is not a file" for key, path in files.items() if path and not Path(path).is_file()]
     if not Path(config.tokenizer_path).exists():

@@ -64,14 +64,16 @@ class PrecisionConfig(Section):
 class ActorConfig(Section):
     """The model that is trained to answer."""
 
-    path: str = Field(description="Hugging Face folder of the language model")
+    path: str = Field(description="Hugging Face folder of the language model, or one written by `mrlhf convert import`")
     dropout: Fraction = Field(0.0, description="dropout of the actor's training passes only; 0 keeps the ratio exact")
 
 
 class CriticConfig(Section):
     """The model that predicts the return of every token."""
 
-    path: str | None = Field(None, description="Hugging Face folder; null: the first reward model's, else the actor's")
+    path: str | None = Field(
+        None, description="folder as for actor.path; null: the first reward model's, else the actor's"
+    )
     head: Literal["auto", "loaded", "fresh"] = Field(
         "auto", description="value head: the checkpoint's, a new one, or auto: the checkpoint's where it has one"
     )
@@ -80,7 +82,7 @@ class CriticConfig(Section):
 class ReferenceConfig(Section):
     """The frozen model that the actor must stay close to."""
 
-    path: str | None = Field(None, description="Hugging Face folder; null: the actor's")
+    path: str | None = Field(None, description="folder as for actor.path; null: the actor's")
 
 
 class RewardModelSource(Section):
@@ -130,7 +132,9 @@ class DataConfig(Section):
 
     prompts: str = Field(description="JSONL file, one prompt a line")
     prompt_key: str = Field("prompt", min_length=1, description="field that holds the text or the chat messages")
-    max_prompt_length: PositiveInt = Field(512, description="longest prompt in tokens")
+    max_prompt_length: PositiveInt | None = Field(
+        None, description="longest prompt in tokens; null: the models' length less rollout.max_response_length"
+    )
     overlong: Literal["error", "drop", "keep_last"] = Field(
         "error", description="longer prompts: refuse, leave out and count, or keep the last tokens"
     )
@@ -231,6 +235,10 @@ class TrainerConfig(Section):
 
     iterations: PositiveInt = Field(description="rollouts, each followed by its updates")
     output_dir: str = Field("runs/ppo", min_length=1, description="folder for metrics, samples and exported models")
+    overwrite: bool = Field(False, description="take the place of an earlier run in output_dir; else it is refused")
+    export_interval: NaturalInt = Field(
+        0, description="iterations between exports to actor-000100, critic-000100, ...; 0: only at the end"
+    )
     export: bool = Field(True, description="write actor and critic as Hugging Face folders at the end")
     tensorboard: bool = Field(True, description="write TensorBoard events beside metrics.jsonl")
     wandb: bool = Field(False, description="log to Weights & Biases, where installed")

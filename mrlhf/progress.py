@@ -15,7 +15,7 @@ Mode = Literal["auto", "rich", "plain", "off"]
 
 # Shown where present, in this order; the first name of each tuple that the metrics hold is taken.
 _SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("reward", ("score_mean", "score", "reward"), ".3f"),
+    ("score", ("score_mean", "score", "reward"), ".3f"),
     ("KL", ("kl_k1", "kl"), ".4f"),
     ("tokens/s", ("tokens_per_second",), ",.0f"),
 )
@@ -85,7 +85,7 @@ class PlainDisplay(OffDisplay):
 
 
 class RichDisplay(PlainDisplay):
-    """A bar with phase, reward, KL, tokens/s and the time left."""
+    """A bar with phase, score, KL, tokens/s and the time left."""
 
     def __init__(self, iterations: int, console: Console, first_step: int = 0):
         super().__init__(iterations, console, first_step)

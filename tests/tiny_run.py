@@ -57,6 +57,7 @@ def make_config(inputs: Path, output: Path, *overrides: str) -> PPOConfig:
         "optimizer.critic.lr": 2e-3,
         "trainer.iterations": 2,
         "trainer.output_dir": output,
+        "trainer.overwrite": "true",
         "trainer.sample_interval": 1,
         "trainer.progress": "off",
         "trainer.tensorboard": "false",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -59,6 +61,24 @@ class RewardFunction:
             raise ConfigError(f"reward function {target}: {attribute} is a {type(found).__name__}, not callable")
         self.function: Callable[..., Any] = found
 
+    def check_fields(self, fields: Set[str]) -> None:
+        """Refuse a function that cannot take the fields of the prompt file, before anything is sampled.
+
+        Raises:
+            ConfigError: the message names the fields.
+        """
+        try:
+            inspect.signature(self.function).bind([], [], **dict.fromkeys(fields, []))
+        except TypeError as error:
+            listed = ", ".join(sorted(fields)) or "none"
+            raise ConfigError(
+                f"reward function {self.target}: it is called as (prompts, responses, **meta), with the other fields "
+                f"of the prompt file ({listed}), and does not take them: {error}; accept **meta"
+            ) from error
+        except ValueError:
+            # Some built-in callables have no signature to look at.
+            return
+
     def scores(
         self, prompts: Sequence[str], responses: Sequence[str], meta: Mapping[str, Sequence[Any]]
     ) -> list[float]:
@@ -72,7 +92,11 @@ class RewardFunction:
             # A generator runs, and may raise, only now.
             answer = list(answer) if isinstance(answer, Iterator) else answer
         except Exception as error:
-            raise MrlhfError(f"reward function {self.target} raised {type(error).__name__}: {error}") from error
+            where = "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip()
+            raise MrlhfError(
+                f"reward function {self.target} raised {type(error).__name__}: {error}"
+                + (f"\n{where}" if where else "")
+            ) from error
         return self._checked(answer, responses)
 
     def _checked(self, answer: Any, responses: Sequence[str]) -> list[float]:

@@ -39,7 +39,7 @@ def run(config: PPOConfig, *, prompts: Path, output: Path) -> None:
     model = read_model_config(config.actor.path)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(tokenizer, model.vocab_size)
-    dataset = read_dataset(config, tokenizer)
+    dataset = read_dataset(config, tokenizer, [model])
     job = jobs.start_generation_job(config, model)
     actor = jobs.build_policy(job)
     per_prompt = config.rollout.samples_per_prompt

@@ -109,7 +109,7 @@ def start_generation_job(config: PPOConfig, model: ModelConfig) -> Job:
     check_sizes(
         config.parallel.sizes(env.world_size),
         {"actor": model},
-        max_prompt_length=config.data.max_prompt_length,
+        max_prompt_length=config.data.max_prompt_length or 1,
         max_response_length=config.rollout.max_response_length,
     )
     return _join(config, {"actor": model}, env)

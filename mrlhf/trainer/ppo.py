@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.megatron.spec import available_parts
 from mrlhf.metrics import open_writers
+from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.launch import shutdown
@@ -67,8 +70,20 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
         for source in config.reward.sources
         if isinstance(source, RewardFunctionSource)
     ]
-    dataset = read_dataset(config, tokenizer)
+    dataset = read_dataset(config, tokenizer, models.values())
+    for function, _ in functions:
+        function.check_fields({key for prompt in dataset.prompts for key in prompt.meta})
+    check_output(config)
     return PPOTrainer(jobs.start_job(config, models), tokenizer, dataset, functions)
+
+
+def check_output(config: PPOConfig) -> None:
+    """Refuse an output folder that holds another run. Raises `ConfigError`."""
+    if config.metrics_path.exists() and not config.trainer.overwrite:
+        raise ConfigError(
+            f"trainer.output_dir: {config.trainer.output_dir} holds a run already ({config.metrics_path.name}); choose "
+            "another folder, or set trainer.overwrite=true to replace it"
+        )
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -80,13 +95,14 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def read_dataset(config: PPOConfig, tokenizer: Tokenizer) -> PromptDataset:
-    """The prompts as the ``data`` section says."""
+def read_dataset(config: PPOConfig, tokenizer: Tokenizer, models: Iterable[ModelConfig]) -> PromptDataset:
+    """The prompts as the ``data`` section says; by default as long as the shortest of ``models`` allows."""
     data = config.data
+    room = min(model.max_position_embeddings for model in models) - config.rollout.max_response_length
     return load_prompts(
         data.prompts,
         tokenizer,
-        max_prompt_length=data.max_prompt_length,
+        max_prompt_length=data.max_prompt_length or room,
         prompt_key=data.prompt_key,
         overlong=data.overlong,
         skip_bad_lines=data.skip_bad_lines,
@@ -154,6 +170,8 @@ class PPOTrainer:
         if rank == 0:
             output = Path(config.trainer.output_dir)
             output.mkdir(parents=True, exist_ok=True)
+            # Events of a run that is replaced would be drawn over the new ones.
+            shutil.rmtree(output / "tensorboard", ignore_errors=True)
             (output / "config.yaml").write_text(to_yaml(config))
             (output / "samples.jsonl").write_text("")
             writers = open_writers(
@@ -166,8 +184,11 @@ class PPOTrainer:
                 metrics = self.iterate(iteration, display)
                 if writers is not None:
                     writers.write(iteration, metrics)
-                display.iteration(iteration, metrics)
+                display.iteration(iteration + 1, metrics)
                 scores.append(metrics["score_mean"])
+                interval = config.trainer.export_interval
+                if interval and (iteration + 1) % interval == 0:
+                    self.export(f"-{iteration + 1:06d}")
             display.message(
                 f"mean score {scores[0]:.3f} in the first iteration, {scores[-1]:.3f} in the last; "
                 f"see {config.metrics_path}"
@@ -195,6 +216,8 @@ class PPOTrainer:
         rates = {"actor_lr": self.actor.trainable.learning_rate, "critic_lr": self.critic.trainable.learning_rate}
         self.actor.trainable.advance_schedule()
         self.critic.trainable.advance_schedule()
+        if self.actor.is_last_stage and self.job.groups.tp.rank() == 0:
+            accumulator.add(self.scorer.source_metrics())
         reduced = {name: m.result() for name, m in all_reduce_metrics(accumulator.metrics()).items()}
         self._show_samples(iteration, batch, display)
         metrics = iteration_metrics(
@@ -202,8 +225,12 @@ class PPOTrainer:
         )
         return metrics | rates
 
-    def export(self) -> None:
-        """Write actor and critic as Hugging Face folders into the output folder, in the dtype they came in."""
+    def export(self, suffix: str = "") -> None:
+        """Write actor and critic as Hugging Face folders into the output folder, in the dtype they came in.
+
+        Args:
+            suffix: of the folders' names.
+        """
         output = Path(self.config.trainer.output_dir)
         for model, head, source in (
             (self.actor, "lm", self.config.actor.path),
@@ -212,7 +239,7 @@ class PPOTrainer:
             export_hf(
                 model.chunks,
                 model.config,
-                output / model.name,
+                output / f"{model.name}{suffix}",
                 source_folder=source,
                 groups=self.job.groups,
                 head=head,
@@ -220,7 +247,7 @@ class PPOTrainer:
                 overwrite=True,
             )
             if dist.get_rank() == 0:
-                print(f"{model.name} exported to {output / model.name}", file=sys.stderr)
+                print(f"{model.name} exported to {output / model.name}{suffix}", file=sys.stderr)
 
     def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
         inference = self.config.inference

@@ -62,7 +62,8 @@ def iteration_metrics(
         passes: how often each row was trained on.
         epoch: passes over the prompts so far.
     """
-    metrics = {**_batch_metrics(batch), **_loss_metrics(reduced, updates)}
+    sources = {name: value for name, value in reduced.items() if name.startswith("score/")}
+    metrics = {**_batch_metrics(batch), **sources, **_loss_metrics(reduced, updates)}
     # Ranks disagree about time and memory; the slowest and the largest count.
     worst = {f"time_{name}": Metric("max", value, 1.0) for name, value in seconds.items()}
     worst["peak_memory_gib"] = Metric("max", peak_memory_bytes() / 2**30, 1.0)

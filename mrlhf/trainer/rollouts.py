@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mrlhf.roles.micro_batches import Plan
 from mrlhf.roles.reward import RewardFunction, RewardModel
 from mrlhf.rollout.engine import GenerationRequest, RolloutEngine
 from mrlhf.rollout.sampling import SamplingParams
-from mrlhf.types import RolloutBatch
+from mrlhf.types import Metric, RolloutBatch
 
 
 class Sampler:
@@ -132,17 +132,29 @@ class Scorer:
         self.functions = list(functions)
         self.tokenizer = tokenizer
         self.replica_group = replica_group
+        self._parts: dict[str, torch.Tensor] = {}
 
     def scores(self, batch: RolloutBatch, plan: Plan, samples: Sequence[Sample]) -> torch.Tensor:
         """``[B]`` fp32 on every rank of the replica."""
-        total = torch.zeros(batch.size, device=batch.tokens.device)
-        for model, weight in self.models:
-            total += weight * model.scores(batch, plan)
+        parts = {f"reward_model{i}": model.scores(batch, plan) for i, (model, _) in enumerate(self.models)}
+        weights = [weight for _, weight in (*self.models, *self.functions)]
         if self.functions:
-            total += torch.tensor(self._from_functions(batch, samples), device=total.device)
+            called = self._from_functions(batch, samples)
+            for (function, _), values in zip(self.functions, called, strict=True):
+                parts[_free_name(function.target, parts)] = torch.tensor(values, device=batch.tokens.device)
+        self._parts = parts
+        total = torch.zeros(batch.size, device=batch.tokens.device)
+        for weight, part in zip(weights, parts.values(), strict=True):
+            total += weight * part
         return total
 
-    def _from_functions(self, batch: RolloutBatch, samples: Sequence[Sample]) -> list[float]:
+    def source_metrics(self) -> dict[str, Metric]:
+        """Mean score of each source in the last batch, before its weight, as ``score/NAME``."""
+        return {
+            f"score/{name}": Metric("mean", part.double().sum(), part.numel()) for name, part in self._parts.items()
+        }
+
+    def _from_functions(self, batch: RolloutBatch, samples: Sequence[Sample]) -> list[list[float]]:
         """One rank of the replica calls the functions, which may be slow, random or counted; the others get a copy."""
         scores: list[Any] = [None]
         if dist.get_rank(self.replica_group) == 0:
@@ -150,12 +162,14 @@ class Scorer:
             responses = [self.tokenizer.decode(batch.response(row)) for row in range(batch.size)]
             keys = sorted({key for s in samples for key in s.prompt.meta})
             meta = {key: [s.prompt.meta.get(key) for s in samples] for key in keys}
-            summed = [0.0] * batch.size
-            for function, weight in self.functions:
-                for row, score in enumerate(function.scores(prompts, responses, meta)):
-                    summed[row] += weight * score
-            scores[0] = summed
+            scores[0] = [function.scores(prompts, responses, meta) for function, _ in self.functions]
         dist.broadcast_object_list(scores, src=dist.get_process_group_ranks(self.replica_group)[0],
                                    group=self.replica_group)  # fmt: skip
-        result: list[float] = scores[0]
+        result: list[list[float]] = scores[0]
         return result
+
+
+def _free_name(target: str, taken: Mapping[str, Any]) -> str:
+    """The function's name; the whole target where another source has that name."""
+    name = target.rpartition(":")[2]
+    return target if name in taken else name

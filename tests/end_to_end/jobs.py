@@ -96,7 +96,13 @@ def write_tiny_job(folder: Path) -> TinyJob:
         "rollout": {"prompts_per_iteration": 8, "max_response_length": 8, "batch_size": 8},
         "ppo": {"minibatch_size": 4, "micro_batch_size": 2},
         "optimizer": {"actor": {"lr": 1e-3}, "critic": {"lr": 1e-3}},
-        "trainer": {"iterations": 2, "output_dir": str(folder / "out"), "tensorboard": False, "sample_interval": 1},
+        "trainer": {
+            "iterations": 2,
+            "output_dir": str(folder / "out"),
+            "overwrite": True,
+            "tensorboard": False,
+            "sample_interval": 1,
+        },
         "launch": {"timeout_minutes": 1.0},
     }
     config.write_text(yaml.safe_dump(values))

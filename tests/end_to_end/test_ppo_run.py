@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mrlhf.config_schema import PPOConfig
 from mrlhf.data.prompts import Sample
-from mrlhf.trainer.ppo import PPOTrainer, build_trainer
+from mrlhf.errors import ConfigError
+from mrlhf.trainer.ppo import PPOTrainer, build_trainer, check_output
 from tests.ranks import run_ranks as start_ranks
 from tests.tiny_run import make_config, make_inputs, read_lines, steady, train
 
@@ -141,6 +142,29 @@ def test_all_options_with_groups_over_data_parallel_ranks(runs: Runs) -> None:
     # Two answers to each prompt, next to each other, not the same.
     assert [s["prompt"] for s in samples[::2]] == [s["prompt"] for s in samples[1::2]]
     assert any(a["response"] != b["response"] for a, b in zip(samples[::2], samples[1::2], strict=True))
+
+
+def test_each_source_has_its_own_mean(runs: Runs) -> None:
+    rows = read_lines(runs("tp1") / "metrics.jsonl")
+    names = [name for name in rows[0] if name.startswith("score/")]
+    assert len(names) == 2
+    for row in rows:
+        weighted = sum(weight * row[name] for name, weight in zip(names, (0.5, 2.0), strict=True))
+        assert row["score_mean"] == pytest.approx(weighted, rel=1e-5, abs=1e-6)
+
+
+def test_an_earlier_run_is_not_overwritten_unawares(runs: Runs) -> None:
+    kept = (runs("tp1") / "metrics.jsonl").read_bytes()
+    config = make_config(runs.inputs, runs("tp1"), "trainer.overwrite=false")
+    with pytest.raises(ConfigError, match=r"holds a run already.*trainer\.overwrite=true"):
+        check_output(config)
+    check_output(make_config(runs.inputs, runs.folder / "new", "trainer.overwrite=false"))
+    assert (runs("tp1") / "metrics.jsonl").read_bytes() == kept
+
+
+def test_exports_between(runs: Runs) -> None:
+    output = runs("interval", 1, "trainer.export_interval=1")
+    assert {p.name for p in output.iterdir() if p.is_dir()} >= {"actor-000001", "critic-000001", "actor-000002"}
 
 
 def test_deepspeed_chat_semantics_run_alike(runs: Runs) -> None:

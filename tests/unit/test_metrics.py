@@ -130,6 +130,6 @@ def test_display_shows_the_numbers(mode: str) -> None:
         display.phase("rollout")
         display.iteration(2, {"score_mean": 0.5, "kl_k1": 0.01, "tokens_per_second": 12345.6})
     text = out.getvalue()
-    for part in ("2/4", "reward 0.500", "KL 0.0100", "tokens/s 12,346", "ETA 0:00:00"):
+    for part in ("2/4", "score 0.500", "KL 0.0100", "tokens/s 12,346", "ETA 0:00:00"):
         assert part in text
     assert ("rollout" in text) == (mode == "rich")

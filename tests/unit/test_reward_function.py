@@ -132,3 +132,18 @@ def test_a_field_named_like_an_argument(module: str) -> None:
 def test_no_responses(module: str) -> None:
     assert RewardFunction("user_rewards:lengths").scores([], [], {}) == []
     assert torch.tensor(_scores("lengths")).tolist() == [2.0, 1.0]
+
+
+def test_an_error_shows_the_line_of_the_function(module: str) -> None:
+    with pytest.raises(MrlhfError, match=r"user_rewards.*line \d+, in raises") as caught:
+        _scores("raises")
+    assert "roles/reward.py" not in str(caught.value)
+
+
+def test_fields_that_a_function_cannot_take_are_refused_before_it_is_called(module: str) -> None:
+    with pytest.raises(ConfigError, match=r"user_rewards:raises.*\(answer, id\).*accept \*\*meta"):
+        RewardFunction("user_rewards:raises").check_fields({"id", "answer"})
+    with pytest.raises(ConfigError, match=r"no_meta.*\(none\).*gold"):
+        RewardFunction("user_rewards:no_meta").check_fields(set())
+    RewardFunction("user_rewards:no_meta").check_fields({"gold"})
+    RewardFunction("user_rewards:lengths").check_fields({"anything"})
