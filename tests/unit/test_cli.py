@@ -122,3 +122,10 @@ def test_a_broken_launch_environment_is_one_message(file: Path) -> None:
 def test_unknown_semantics_are_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["parity", str(tmp_path), "--semantics", "trl"])
     assert result.exit_code == 2
+
+
+def test_version() -> None:
+    from mrlhf import __version__
+
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout.strip()) == (0, __version__)
