@@ -38,7 +38,7 @@ def run(config: PPOConfig, *, prompts: Path, output: Path) -> None:
     assert str(prompts) == config.data.prompts, "the prompt file is part of the configuration"
     model = read_model_config(config.actor.path)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
-    check_vocabulary(tokenizer, model.vocab_size)
+    check_vocabulary(config, tokenizer, model.vocab_size)
     dataset = read_dataset(config, tokenizer, [model])
     job = jobs.start_generation_job(config, model)
     actor = jobs.build_policy(job)

@@ -64,7 +64,7 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
     # Before the prompts are encoded, which can take minutes.
     jobs.check_job(config, models)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
-    check_vocabulary(tokenizer, models["actor"].vocab_size)
+    check_vocabulary(config, tokenizer, models["actor"].vocab_size)
     functions = [
         (RewardFunction(source.target), source.weight)
         for source in config.reward.sources
@@ -86,13 +86,16 @@ def check_output(config: PPOConfig) -> None:
         )
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids the model has no embedding for. Raises `ConfigError`."""
+def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer or end ids that the actor has no embedding for. Raises `ConfigError`."""
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the actor's vocabulary is "
             f"{vocab_size}; use the tokenizer of the actor"
         )
+    outside = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
+    if outside:
+        raise ConfigError(f"rollout.stop_token_ids: {outside} are outside the actor's vocabulary of {vocab_size}")
 
 
 def read_dataset(config: PPOConfig, tokenizer: Tokenizer, models: Iterable[ModelConfig]) -> PromptDataset:

@@ -132,6 +132,12 @@ def test_d11_overlong_prompt(refuse: Any, tiny_job: TinyJob) -> None:
     _says(message, f"{tiny_job.prompts}:1: the prompt has", "data.max_prompt_length is 20", "drop or keep_last")
 
 
+def test_end_ids_outside_the_vocabulary(refuse: Any) -> None:
+    _says(
+        refuse("rollout.stop_token_ids=[7,5000]"), "rollout.stop_token_ids: [5000] are outside the actor's vocabulary"
+    )
+
+
 def test_vocabularies(refuse: Any, models: dict[str, str]) -> None:
     message = refuse(f"reward.sources=[{{kind: model, path: '{models['vocab_reward']}'}}]")
     _says(message, "vocabularies of different size", "actor 97", "reward0 103", "critic 103")
