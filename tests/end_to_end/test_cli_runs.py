@@ -139,7 +139,10 @@ def test_a_reward_function_that_raises_on_one_replica_ends_the_job(tiny_job: Tin
     status, lines, text = _failing(tiny_job, tmp_path, "tinyrewards:fails_on_one_replica")
     assert status != 0
     message = "reward function tinyrewards:fails_on_one_replica raised RuntimeError: the scoring server said no to rank"
-    assert message in lines[-1]
+    # The message, then the place in the function: nothing else comes after it.
+    assert message in lines[-3]
+    assert "tinyrewards.py" in lines[-2]
+    assert lines[-1].lstrip().startswith("raise RuntimeError")
     # Once by the rank, once in the launcher's summary.
     assert 1 <= text.count(message) <= 2
 
@@ -162,4 +165,5 @@ def test_a_tensor_rank_that_fails_ends_the_job(tiny_job: TinyJob, tmp_path: Path
     """Under TP 2 the other rank of the replica waits inside a broadcast of the scores."""
     status, lines, _ = _failing(tiny_job, tmp_path, "tinyrewards:fails_everywhere", TP2)
     assert status != 0
-    assert "error: reward function tinyrewards:fails_everywhere raised ValueError: no score today" in lines[-1]
+    assert "error: reward function tinyrewards:fails_everywhere raised ValueError: no score today" in lines[-3]
+    assert lines[-1].lstrip().startswith("raise ValueError")
