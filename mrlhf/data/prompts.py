@@ -307,6 +307,11 @@ def _parse_line(raw: bytes, number: int, prompt_key: str) -> PromptRecord:
         ) from None
     if not isinstance(item, dict):
         raise ValueError(f"not an object but {_kind(item)}, expected {_example(prompt_key)}")
+    try:
+        json.dumps(item, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        # JSON may spell half of a character outside the basic plane; tokenizers and files refuse it much later.
+        raise ValueError(f"holds half of a surrogate pair, {ascii(error.object[error.start])}") from None
     if prompt_key not in item:
         found = ", ".join(map(repr, item)) or "none"
         raise ValueError(f"no field {prompt_key!r} (data.prompt_key); the fields are: {found}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import os
 import sys
 import traceback
@@ -114,6 +113,7 @@ class RewardFunction:
                 f"reward function {self.target} returned {len(scores)} scores for {len(responses)} responses"
             )
         for score, response in zip(scores, responses, strict=True):
-            if not math.isfinite(score):
+            # Scores are kept in fp32, where a larger number is infinite.
+            if not abs(score) <= torch.finfo(torch.float32).max:
                 raise MrlhfError(f"reward function {self.target} returned {score} for the response {response[:200]!r}")
         return scores

@@ -102,6 +102,8 @@ def test_e1_malformed_lines_are_named_by_physical_line(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "user", "content": "a"}, {"content": "a"}]}', r"prompt\[1\] is not a chat message"),
         ("true", "not an object but a boolean"),
         (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
+        (r'{"prompt": "a \ud83d b"}', r"holds half of a surrogate pair, '\\ud83d'"),
+        (r'{"prompt": "a", "gold": "\udc00"}', r"holds half of a surrogate pair, '\\udc00'"),
     ],
 )
 def test_bad_lines(tmp_path: Path, line: str | bytes, message: str) -> None:

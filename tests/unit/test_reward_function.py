@@ -28,6 +28,7 @@ def raises(prompts, responses): raise KeyError("gold")
 def short(prompts, responses): return [1.0]
 def nan(prompts, responses): return [0.0, float("nan")]
 def infinite(prompts, responses): return [0.0, float("-inf")]
+def over_fp32(prompts, responses): return [0.0, -1e300]
 def words(prompts, responses): return ["good", "bad"]
 def digits(prompts, responses): return "12"
 def numerals(prompts, responses): return ["1", "2"]
@@ -108,6 +109,7 @@ def test_wrong_targets(module: str, target: str, words: str) -> None:
         ("short", "returned 1 scores for 2 responses"),
         ("nan", "returned nan for the response 'c'"),
         ("infinite", "returned -inf for the response 'c'"),
+        ("over_fp32", r"returned -1e\+300 for the response 'c'"),
         ("words", "must return a list of numbers"),
         ("digits", "must return a list of numbers, got str"),
         ("numerals", "must return a list of numbers"),
