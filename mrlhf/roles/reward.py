@@ -90,7 +90,8 @@ class RewardFunction:
             answer = self.function(list(prompts), list(responses), **{k: list(v) for k, v in meta.items()})
             # A generator runs, and may raise, only now.
             answer = list(answer) if isinstance(answer, Iterator) else answer
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # sys.exit() in a user's function would end the run with its status, perhaps 0, and without a word.
             where = "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip()
             raise MrlhfError(
                 f"reward function {self.target} raised {type(error).__name__}: {error}"

@@ -25,6 +25,7 @@ def lengths(prompts, responses, **meta):
 def tensor(prompts, responses): return torch.tensor([0.5] * len(responses))
 def lazy(prompts, responses): return (1.0 / len(r) for r in responses)
 def raises(prompts, responses): raise KeyError("gold")
+def leaves(prompts, responses): raise SystemExit(0)
 def short(prompts, responses): return [1.0]
 def nan(prompts, responses): return [0.0, float("nan")]
 def infinite(prompts, responses): return [0.0, float("-inf")]
@@ -106,6 +107,7 @@ def test_wrong_targets(module: str, target: str, words: str) -> None:
     ("name", "words"),
     [
         ("raises", "raised KeyError: 'gold'"),
+        ("leaves", "raised SystemExit: 0"),
         ("short", "returned 1 scores for 2 responses"),
         ("nan", "returned nan for the response 'c'"),
         ("infinite", "returned -inf for the response 'c'"),
