@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from mrlhf import __version__
 from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
 from mrlhf.errors import MrlhfError
-from mrlhf.parallel.launch import detect_launch, initialize, run_guarded
+from mrlhf.parallel.launch import detect_launch, run_guarded
 
 app = typer.Typer(
     name="mrlhf",
@@ -170,7 +170,6 @@ def convert_import(
     def work() -> None:
         from mrlhf.checkpoint.convert import DTYPES, import_hf
 
-        _join()
         import_hf(
             source,
             target,
@@ -198,7 +197,6 @@ def convert_export(
     def work() -> None:
         from mrlhf.checkpoint.convert import DTYPES, export_megatron
 
-        _join()
         export_megatron(
             source,
             target,
@@ -221,16 +219,6 @@ def _load(config: str, overrides: list[str] | None) -> PPOConfig:
     if "=" in config and not Path(config).exists():
         return load_config(None, [config, *given])
     return load_config(config, given)
-
-
-def _join() -> None:
-    """Make the world's process group where the command called does not know the launcher."""
-    env = detect_launch(os.environ)
-    if env.launcher in ("slurm", "mpi"):
-        from mrlhf.megatron import device
-
-        device.install()
-        initialize(env)
 
 
 def _print_on_first_rank(text: str) -> None:

@@ -183,7 +183,8 @@ class PPOAlgorithmConfig(Section):
     bootstrap_truncated: bool = Field(False, description="value after the last token of a response cut off by length")
     log_entropy: bool = Field(False, description="log the entropy also when entropy_coef is 0")
     ds_group_size: PositiveInt | None = Field(
-        None, description="deepspeed_chat only: rows whose token mean is taken; null: minibatch_size / DP"
+        None,
+        description="deepspeed_chat only: rows whose token mean is taken; null: minibatch_size, whatever the layout",
     )
 
 

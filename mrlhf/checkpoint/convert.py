@@ -29,6 +29,7 @@ from mrlhf.megatron import device
 from mrlhf.megatron.groups import build_groups
 from mrlhf.megatron.model import build_model
 from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.launch import detect_launch, initialize
 from mrlhf.planner import ParallelSizes, check_sizes
 
 WEIGHTS = "weights"
@@ -92,16 +93,12 @@ def _conversion_sizes(model: ModelConfig, tp: int, pp: int, world_size: int) -> 
 
 @contextmanager
 def _world() -> Iterator[None]:
-    """Use the process group that exists, else make one from torchrun's environment or of this process alone."""
+    """Use the process group that exists, else join the others as any command does (launcher, GPU, time limit)."""
     if dist.is_initialized():
         yield
         return
     device.install()
-    backend = "cpu:gloo,cuda:nccl" if device.has_cuda() else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    initialize(detect_launch(os.environ))
     try:
         yield
     finally:
@@ -109,7 +106,7 @@ def _world() -> Iterator[None]:
 
 
 def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else detect_launch(os.environ).world_size
 
 
 def import_hf(

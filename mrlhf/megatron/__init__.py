@@ -8,5 +8,5 @@ warnings.filterwarnings("ignore", message=r"full scope is deprecated")
 # Inside torch's and Megatron's own checkpoint code.
 warnings.filterwarnings("ignore", message=r"Please use DTensor instead", category=FutureWarning)
 warnings.filterwarnings("ignore", message=r"`load_state_dict` is deprecated", category=FutureWarning)
-# Advice for CUDA's streams; the launchers in examples/ set the variable where it matters.
+# Advice for CUDA's streams; `mrlhf.parallel.launch.initialize` sets the variable where there is CUDA.
 warnings.filterwarnings("ignore", message=r"When using async grad allreduce")

@@ -1,8 +1,8 @@
 """Which parts a layer is made of, decided in one place.
 
-Transformer Engine's modules are used where it can be imported **and** CUDA is present (with Transformer Engine but
-without CUDA its kernels cannot run); otherwise Megatron's own layers with our attention and norms, and Apex's fused
-norms where NVIDIA's Apex is installed and CUDA is present.
+Transformer Engine's modules are used for bf16 and fp16 where it can be imported **and** CUDA is present (with
+Transformer Engine but without CUDA its kernels cannot run); otherwise Megatron's own layers with our attention and
+norms, and Apex's fused norms where NVIDIA's Apex is installed and CUDA is present.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -56,22 +57,31 @@ def _found(module: str) -> bool:
         return False
 
 
-def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool) -> Parts:
-    """Decide from what is there; pure, so that every combination is tested without the packages."""
-    if cuda and transformer_engine:
+def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool, half: bool) -> Parts:
+    """Decide from what is there; pure, so that every combination is tested without the packages.
+
+    Transformer Engine computes fp32 products in TF32 and has no fused attention for them, so it is for ``half``
+    (bf16 and fp16) models only; an fp32 run is asked for to be exact.
+    """
+    if cuda and transformer_engine and half:
         return Parts("transformer_engine", "transformer_engine", "transformer_engine")
     return Parts("local", "sdpa", "apex" if cuda and apex else "torch")
 
 
-def available_parts() -> Parts:
-    """`choose_parts` for this machine."""
+def available_parts(dtype: torch.dtype) -> Parts:
+    """`choose_parts` for this machine and a model of this dtype."""
     cuda = device.has_cuda()
-    return choose_parts(cuda=cuda, transformer_engine=cuda and has_transformer_engine(), apex=cuda and has_apex())
+    return choose_parts(
+        cuda=cuda,
+        transformer_engine=cuda and has_transformer_engine(),
+        apex=cuda and has_apex(),
+        half=dtype in (torch.bfloat16, torch.float16),
+    )
 
 
 def block_spec(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one stage, each with `CachedSelfAttention`, and its final norm."""
-    parts = available_parts()
+    parts = available_parts(config.params_dtype)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     if parts.layers == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec()

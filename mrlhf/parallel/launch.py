@@ -118,7 +118,14 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
     cuda = torch.cuda.is_available()
     if backend == "nccl" and not cuda:
         raise ConfigError("launch.backend is nccl, but this process sees no CUDA device; use gloo or auto")
+    if backend == "gloo" and cuda:
+        raise ConfigError(
+            "launch.backend is gloo, but the models are on CUDA here and gloo lacks collectives that they need; "
+            "use auto, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
     if cuda:
+        # One hardware queue, so that Megatron's gradient all-reduce starts before the product it overlaps with.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if env.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {env.local_rank} has no GPU of its own, {torch.cuda.device_count()} visible; "

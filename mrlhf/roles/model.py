@@ -106,7 +106,7 @@ class RoleModel:
 class TrainedModel(RoleModel):
     """A role whose weights are updated: actor and critic."""
 
-    def __init__(self, name: str, config: ModelConfig, trainable: Trainable, groups: Any, *, dropout: bool) -> None:
+    def __init__(self, name: str, config: ModelConfig, trainable: Trainable, groups: Any) -> None:
         """Keep references.
 
         Args:
@@ -114,11 +114,9 @@ class TrainedModel(RoleModel):
             config: the architecture.
             trainable: stages in DDP with their optimizer.
             groups: the model's process groups.
-            dropout: whether training passes run in training mode; they are exact repeats of inference otherwise.
         """
         super().__init__(name, config, trainable.modules, groups)
         self.trainable = trainable
-        self.dropout = dropout
 
     def update(
         self,
@@ -137,7 +135,8 @@ class TrainedModel(RoleModel):
             denominator: of the whole minibatch over all ranks, see `mrlhf.megatron.schedule.forward_backward`.
             request: see `per_token`.
         """
-        self.trainable.train(self.dropout)
+        # Fused kernels and recomputation look at the mode; dropout is 0 unless the configuration asks for it.
+        self.trainable.train(True)
         self.trainable.zero_grad()
         parts = forward_backward(
             self.trainable.chunks,

@@ -129,10 +129,9 @@ def _join(config: PPOConfig, models: dict[str, ModelConfig], env: LaunchEnv) -> 
 def build_actor(job: Job) -> Actor:
     """The actor with its optimizer."""
     config = job.config
-    dropout = config.actor.dropout
-    chunks = _load(job, "actor", config.actor.path, "lm", dropout=dropout, trainable=True)
+    chunks = _load(job, "actor", config.actor.path, "lm", dropout=config.actor.dropout, trainable=True)
     trainable = _trainable(job, chunks, config.optimizer.actor)
-    return Actor("actor", job.models["actor"], trainable, job.groups, dropout=dropout > 0)
+    return Actor("actor", job.models["actor"], trainable, job.groups)
 
 
 def build_policy(job: Job) -> PolicyModel:
@@ -145,7 +144,7 @@ def build_critic(job: Job) -> Critic:
     """The critic with its optimizer."""
     chunks = _load(job, "critic", job.config.critic_path, "value", trainable=True, head_init=job.config.critic.head)
     trainable = _trainable(job, chunks, job.config.optimizer.critic)
-    return Critic("critic", job.models["critic"], trainable, job.groups, dropout=False)
+    return Critic("critic", job.models["critic"], trainable, job.groups)
 
 
 def build_reference(job: Job) -> Reference:

@@ -189,7 +189,7 @@ class _Replay:
             # The mean, as it is logged: single tokens carry the rounding of two forward passes.
             mean_kl = float(masked_mean(batch.kl, batch.response_mask))
             report.compare("mean KL before any update", mean_kl, 0.0, 1e-6)
-        metrics, updates = Updater(self.actor, self.critic, update_settings(job.config, job.dp_size)).run(batch, index)
+        metrics, updates = Updater(self.actor, self.critic, update_settings(job.config)).run(batch, index)
         merged = all_reduce_metrics(metrics.metrics())
         report.compare("ratio - 1 before an update", merged["ratio_error_before_update"].result(), 0.0, 1e-5)
         self._compare_updates(updates, recorded["updates"])

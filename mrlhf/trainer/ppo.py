@@ -78,12 +78,33 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
 
 
 def check_output(config: PPOConfig) -> None:
-    """Refuse an output folder that holds another run. Raises `ConfigError`."""
-    if config.metrics_path.exists() and not config.trainer.overwrite:
+    """Refuse an output folder that holds another run, or whose exports would replace a model that the run reads.
+
+    Raises:
+        ConfigError: naming the folder and a way out.
+    """
+    output = Path(config.trainer.output_dir)
+    # Also a bare `actor/`: the export would be refused only after all the training.
+    there = [path for path in (config.metrics_path, *_written_folders(output)) if path.exists()]
+    if there and not config.trainer.overwrite:
         raise ConfigError(
-            f"trainer.output_dir: {config.trainer.output_dir} holds a run already ({config.metrics_path.name}); choose "
+            f"trainer.output_dir: {output} holds a run already ({there[0].name}); choose "
             "another folder, or set trainer.overwrite=true to replace it"
         )
+    inputs = [config.actor.path, config.reference_path, config.critic_path, config.tokenizer_path]
+    for path in [*inputs, *config.reward_model_paths]:
+        parents = {Path(path).resolve(), *Path(path).resolve().parents}
+        for place in _written_folders(output):
+            if place.resolve() in parents:
+                raise ConfigError(
+                    f"trainer.output_dir: the run would write {place}, but it reads {path}; choose another output_dir"
+                )
+
+
+def _written_folders(output: Path) -> list[Path]:
+    """Folders that a run replaces: its exports and its TensorBoard events."""
+    fixed = [output / name for name in ("actor", "critic", "tensorboard")]
+    return fixed + [p for role in ("actor", "critic") for p in output.glob(f"{role}-[0-9]*")]
 
 
 def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -156,7 +177,7 @@ class PPOTrainer:
             device=job.device,
         )
         self.shaping = shaping_settings(config)
-        self.updater = Updater(self.actor, self.critic, update_settings(config, job.dp_size))
+        self.updater = Updater(self.actor, self.critic, update_settings(config))
         self.normalizer = RunningMoments() if config.reward.normalize else None
         self.stream = PromptStream(
             dataset,
@@ -173,8 +194,10 @@ class PPOTrainer:
         if rank == 0:
             output = Path(config.trainer.output_dir)
             output.mkdir(parents=True, exist_ok=True)
-            # Events of a run that is replaced would be drawn over the new ones.
-            shutil.rmtree(output / "tensorboard", ignore_errors=True)
+            if config.trainer.overwrite and config.metrics_path.exists():
+                # What is left of a run that is replaced would be taken for the new one's.
+                for folder in _written_folders(output):
+                    shutil.rmtree(folder, ignore_errors=True)
             (output / "config.yaml").write_text(to_yaml(config))
             (output / "samples.jsonl").write_text("")
             writers = open_writers(
@@ -247,7 +270,7 @@ class PPOTrainer:
                 groups=self.job.groups,
                 head=head,
                 dtype=getattr(torch, model.config.dtype),
-                overwrite=True,
+                overwrite=self.config.trainer.overwrite,
             )
             if dist.get_rank() == 0:
                 print(f"{model.name} exported to {output / model.name}{suffix}", file=sys.stderr)
@@ -269,7 +292,9 @@ class PPOTrainer:
         return batch.replace(scores=scores, raw_scores=raw)
 
     def _announce(self, display: Display) -> None:
-        display.message(f"{self.job.env.launcher}: {self.job.sizes.describe()}; {available_parts().describe()}")
+        display.message(
+            f"{self.job.env.launcher}: {self.job.sizes.describe()}; {available_parts(self.job.dtype).describe()}"
+        )
         data = self.dataset
         left_out = {"malformed lines skipped": data.skipped, "over-long prompts dropped": data.dropped}
         left_out["over-long prompts cut"] = data.truncated

@@ -170,6 +170,6 @@ class Scorer:
 
 
 def _free_name(target: str, taken: Mapping[str, Any]) -> str:
-    """The function's name; the whole target where another source has that name."""
+    """The function's name, numbered where another source has that name."""
     name = target.rpartition(":")[2]
-    return target if name in taken else name
+    return next(n for n in (name, *(f"{name}{i}" for i in range(1, len(taken) + 1))) if n not in taken)

@@ -27,8 +27,8 @@ def shaping_settings(config: PPOConfig) -> ShapingSettings:
     )
 
 
-def update_settings(config: PPOConfig, dp_size: int) -> UpdateSettings:
-    """Of the optimizer steps; ``dp_size`` gives DeepSpeed-Chat's group its default, one rank's share."""
+def update_settings(config: PPOConfig) -> UpdateSettings:
+    """Of the optimizer steps."""
     ppo = config.ppo
     policy = PolicyLossSettings(
         clip_eps=ppo.clip_eps,
@@ -48,7 +48,7 @@ def update_settings(config: PPOConfig, dp_size: int) -> UpdateSettings:
         micro_batch_tokens=ppo.micro_batch_tokens,
         shuffle=ppo.shuffle,
         value_clip=ppo.value_clip,
-        ds_group_size=ppo.ds_group_size or ppo.minibatch_size // dp_size,
+        ds_group_size=ppo.ds_group_size or ppo.minibatch_size,
         seed=config.seed,
     )
 

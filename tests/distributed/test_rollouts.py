@@ -289,3 +289,12 @@ def test_the_response_width_is_that_of_all_ranks(run_ranks: Run, config: Any) ->
     # Short responses on one rank alone do not bring the previous rows back.
     assert not same0
     assert not same1
+
+
+def test_sources_of_one_name_are_numbered() -> None:
+    from mrlhf.trainer.rollouts import _free_name
+
+    taken: dict[str, int] = {}
+    for _ in range(3):
+        taken[_free_name("rewards:length", taken)] = 0
+    assert list(taken) == ["length", "length1", "length2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,20 @@ def test_an_earlier_run_is_not_overwritten_unawares(runs: Runs) -> None:
     with pytest.raises(ConfigError, match=r"holds a run already.*trainer\.overwrite=true"):
         check_output(config)
     check_output(make_config(runs.inputs, runs.folder / "new", "trainer.overwrite=false"))
+    (runs.folder / "half" / "actor").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"holds a run already \(actor\)"):
+        check_output(make_config(runs.inputs, runs.folder / "half", "trainer.overwrite=false"))
     assert (runs("tp1") / "metrics.jsonl").read_bytes() == kept
+
+
+@pytest.mark.parametrize("name", ["actor", "actor-000007", "tensorboard/inside"])
+def test_a_run_never_replaces_what_it_reads(runs: Runs, tmp_path: Path, name: str) -> None:
+    source = tmp_path / "run" / name
+    shutil.copytree(runs.inputs / "actor", source)
+    config = make_config(runs.inputs, tmp_path / "run", f"actor.path={source}")
+    with pytest.raises(ConfigError, match="would write .* but it reads"):
+        check_output(config)
+    assert (source / "model.safetensors").read_bytes() == (runs.inputs / "actor" / "model.safetensors").read_bytes()
 
 
 def test_exports_between(runs: Runs) -> None:
@@ -168,7 +182,8 @@ def test_exports_between(runs: Runs) -> None:
 
 
 def test_deepspeed_chat_semantics_run_alike(runs: Runs) -> None:
-    chat = ["semantics=deepspeed_chat", "ppo.ds_group_size=2"]
+    # The size of a group is left at its default, which is the same under every layout.
+    chat = ["semantics=deepspeed_chat"]
     alone, shared = runs("ds", 1, *chat), runs("ds-dp2", 2, *chat)
     _assert_same_run(shared, alone)
     # The loss is another one from the same samples.

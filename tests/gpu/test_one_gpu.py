@@ -63,14 +63,18 @@ def test_install_changes_nothing() -> None:
 
 
 def test_transformer_engine_is_chosen_where_it_is_installed() -> None:
-    parts = spec.available_parts()
+    assert spec.available_parts(torch.float32).layers == "local"
+    parts = spec.available_parts(torch.bfloat16)
     expected = "transformer_engine" if spec.has_transformer_engine() else "local"
     assert parts.layers == expected
     if expected == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm")
+        config = TransformerConfig(
+            num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm",
+            bf16=True, params_dtype=torch.bfloat16,
+        )  # fmt: skip
         block = spec.block_spec(config, 0, None)
         assert block.layer_norm is TENorm
         attention = block.layer_specs[0].submodules.self_attention

@@ -19,18 +19,18 @@ TORCH = Parts("local", "sdpa", "torch")
 APEX = Parts("local", "sdpa", "apex")
 
 
-def expected(cuda: bool, transformer_engine: bool, apex: bool) -> Parts:
+def expected(cuda: bool, transformer_engine: bool, apex: bool, half: bool) -> Parts:
     if not cuda:
         return TORCH
-    if transformer_engine:
+    if transformer_engine and half:
         return TE
     return APEX if apex else TORCH
 
 
-@pytest.mark.parametrize(("cuda", "te", "apex"), list(itertools.product([False, True], repeat=3)))
-def test_every_combination(cuda: bool, te: bool, apex: bool) -> None:
-    parts = choose_parts(cuda=cuda, transformer_engine=te, apex=apex)
-    assert parts == expected(cuda, te, apex)
+@pytest.mark.parametrize(("cuda", "te", "apex", "half"), list(itertools.product([False, True], repeat=4)))
+def test_every_combination(cuda: bool, te: bool, apex: bool, half: bool) -> None:
+    parts = choose_parts(cuda=cuda, transformer_engine=te, apex=apex, half=half)
+    assert parts == expected(cuda, te, apex, half)
     assert parts.describe() == f"layers: {parts.layers}, attention: {parts.attention}, norm: {parts.norm}"
 
 
@@ -85,15 +85,15 @@ def test_transformer_engine_of_pytorch_counts(
     package(tmp_path, "transformer_engine", files, monkeypatch)
     assert spec.has_transformer_engine() is found
     monkeypatch.setattr(device, "has_cuda", lambda: False)
-    assert spec.available_parts() == TORCH
+    assert spec.available_parts(torch.bfloat16) == TORCH
     monkeypatch.setattr(device, "has_cuda", lambda: True)
-    assert spec.available_parts() == (TE if found else TORCH)
+    assert spec.available_parts(torch.bfloat16) == (TE if found else TORCH)
 
 
 def test_without_cuda_nothing_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "transformer_engine", {"__init__.py": "raise RuntimeError('no driver')"}, monkeypatch)
     monkeypatch.setattr(device, "has_cuda", lambda: False)
-    assert spec.available_parts() == TORCH
+    assert spec.available_parts(torch.bfloat16) == TORCH
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the local layers of a machine without CUDA")
