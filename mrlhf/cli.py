@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from mrlhf import __version__
 from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
+from mrlhf.config_sections import RunConfig
 from mrlhf.errors import MrlhfError
 from mrlhf.parallel.launch import detect_launch, run_guarded
 
@@ -45,6 +47,9 @@ convert_app = typer.Typer(help="Convert weights from and to Hugging Face folders
 app.add_typer(convert_app, name="convert")
 
 
+C = TypeVar("C", bound=RunConfig)
+
+
 class SemanticsChoice(str, Enum):
     """The two conventions of a recording."""
 
@@ -68,7 +73,9 @@ class HeadChoice(str, Enum):
 
 
 class ConfigCommand(TyperCommand):
-    """A command whose help ends with every key of the configuration."""
+    """A command whose help ends with every key of its configuration."""
+
+    schema: type[RunConfig] = PPOConfig
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the usual help, then the keys with type, default and description."""
@@ -77,7 +84,7 @@ class ConfigCommand(TyperCommand):
         formatter.write(
             "\nConfiguration keys, for the YAML file or as key=value (paths are relative to where you are):\n\n"
         )
-        for option in option_table(PPOConfig):
+        for option in option_table(self.schema):
             formatter.write(f"  {option.name}: {option.type} = {option.default}\n      {option.description}\n")
 
 
@@ -96,18 +103,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 @app.command(cls=ConfigCommand)
 def ppo(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
     """Train an actor with PPO."""
-
-    def work() -> None:
-        loaded = _load(config, overrides)
-        if print_config:
-            _print_on_first_rank(to_yaml(loaded))
-            return
-        check_files(loaded)
-        from mrlhf.trainer.ppo import run
-
-        run(loaded)
-
-    _guarded(work)
+    _train(PPOConfig, "mrlhf.trainer.ppo", config, overrides, print_config)
 
 
 @app.command(cls=ConfigCommand)
@@ -122,7 +118,7 @@ def generate(
 
     def work() -> None:
         chosen = [f"data.prompts={prompts}"] if prompts else []
-        loaded = _load(config, [*(overrides or []), *chosen])
+        loaded = _load(config, [*(overrides or []), *chosen], PPOConfig)
         if print_config:
             _print_on_first_rank(to_yaml(loaded))
             return
@@ -214,11 +210,25 @@ def main() -> None:
     app()
 
 
-def _load(config: str, overrides: list[str] | None) -> PPOConfig:
+def _train(schema: type[C], module: str, config: str, overrides: list[str] | None, print_config: bool) -> None:
+    """Read the configuration and call ``module.run`` with it; ``module`` is imported only once the files are there."""
+
+    def work() -> None:
+        loaded = _load(config, overrides, schema)
+        if print_config:
+            _print_on_first_rank(to_yaml(loaded))
+            return
+        check_files(loaded)
+        importlib.import_module(module).run(loaded)
+
+    _guarded(work)
+
+
+def _load(config: str, overrides: list[str] | None, schema: type[C]) -> C:
     given = list(overrides or [])
     if "=" in config and not Path(config).exists():
-        return load_config(None, [config, *given])
-    return load_config(config, given)
+        return load_config(None, [config, *given], schema)
+    return load_config(config, given, schema)
 
 
 def _print_on_first_rank(text: str) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -21,7 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from mrlhf.config_schema import PPOConfig, RewardFunctionSource, RewardModelSource, Section
+from mrlhf.config_schema import PPOConfig
+from mrlhf.config_sections import RunConfig, Section
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import size_problems
@@ -29,14 +30,15 @@ from mrlhf.planner import size_problems
 __all__ = [
     "Option",
     "PPOConfig",
-    "RewardFunctionSource",
-    "RewardModelSource",
     "check_files",
     "check_run",
     "load_config",
     "option_table",
     "to_yaml",
 ]
+
+
+C = TypeVar("C", bound=RunConfig)
 
 
 class Option(NamedTuple):
@@ -48,8 +50,17 @@ class Option(NamedTuple):
     description: str
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> PPOConfig:
+def load_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    schema: type[C] = PPOConfig,  # type: ignore[assignment]
+) -> C:
     """Read a YAML file (None: start empty), apply ``key=value`` overrides, validate, fill in the derived paths.
+
+    Args:
+        path: the file.
+        overrides: in order; a later one wins.
+        schema: the kind of run.
 
     Raises `ConfigError` naming the file and line of a syntax error, or every wrong key with its value.
     """
@@ -64,10 +75,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> PPOCo
         raise ConfigError(f"{_origin(path)}: {key}{_first_line(error)}") from None
     if unset:
         raise ConfigError(f"{_origin(path)}: no value was given for {', '.join(unset)}, marked ??? as mandatory")
-    return _fill_paths(_validate(data, _origin(path)))
+    return _validate(data, _origin(path), schema).with_derived_paths()
 
 
-def to_yaml(config: PPOConfig) -> str:
+def to_yaml(config: RunConfig) -> str:
     """The configuration as YAML that `load_config` reads back unchanged."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
@@ -77,7 +88,7 @@ def option_table(model: type[BaseModel] = PPOConfig) -> list[Option]:
     return list(_options(model, ""))
 
 
-def check_files(config: PPOConfig, sections: Sequence[str] = ()) -> None:
+def check_files(config: RunConfig, sections: Sequence[str] = ()) -> None:
     """Raise one `ConfigError` naming every file and folder that is missing, of the given sections (none: of all)."""
     problems = [line for line in file_problems(config) if not sections or line.split(".")[0] in sections]
     if problems:
@@ -106,15 +117,10 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
         raise ConfigError(join_problems("these sizes cannot work together:", problems))
 
 
-def file_problems(config: PPOConfig) -> list[str]:
+def file_problems(config: RunConfig) -> list[str]:
     """What is missing on disk, one line per key; empty when all is there."""
-    folders = {"actor.path": config.actor.path, "critic.path": config.critic_path}
-    folders["reference.path"] = config.reference_path
-    for index, source in enumerate(config.reward.sources):
-        if isinstance(source, RewardModelSource):
-            folders[f"reward.sources[{index}].path"] = source.path
     problems = []
-    for key, path in folders.items():
+    for key, path in config.model_folders().items():
         if not Path(path).is_dir():
             problems.append(
                 f"{key}: {path} is not a folder; expected a Hugging Face folder or one of `mrlhf convert import`"
@@ -123,8 +129,8 @@ def file_problems(config: PPOConfig) -> list[str]:
             problems.append(
                 f"{key}: {path} has no config.json; expected a Hugging Face folder or one of `mrlhf convert import`"
             )
-    files = {"data.prompts": config.data.prompts, "tokenizer.chat_template": config.tokenizer.chat_template}
-    problems += [f"{key}: {path} is not a file" for key, path in files.items() if path and not Path(path).is_file()]
+    files = config.data_files().items()
+    problems += [f"{key}: {path} is not a file" for key, path in files if path and not Path(path).is_file()]
     if not Path(config.tokenizer_path).exists():
         problems.append(f"tokenizer.path: {config.tokenizer_path} does not exist")
     return problems
@@ -182,19 +188,19 @@ def _parse_value(text: str) -> Any:
     return holder["value"] if isinstance(holder, dict) else None
 
 
-def _validate(data: Any, origin: str) -> PPOConfig:
+def _validate(data: Any, origin: str, schema: type[C]) -> C:
     try:
         # JSON input, since pydantic's strict mode takes lists for tuples there and nowhere else.
-        return PPOConfig.model_validate_json(json.dumps(data, default=str))
+        return schema.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        problems = [line for details in error.errors() for line in _explain(details)]
+        problems = [line for details in error.errors() for line in _explain(details, schema)]
     raise ConfigError(join_problems(f"{origin}: the configuration is not valid:", problems))
 
 
-def _explain(error: ErrorDetails) -> list[str]:
-    key, parent = _locate(error["loc"])
+def _explain(error: ErrorDetails, schema: type[RunConfig]) -> list[str]:
+    key, parent = _locate(error["loc"], schema)
     if error["type"] == "extra_forbidden":
-        return [f"{key}: unknown key{_suggestion(key, parent)}"]
+        return [f"{key}: unknown key{_suggestion(key, parent, schema)}"]
     if error["type"] == "missing":
         return _explain_missing(key, parent.model_fields.get(str(error["loc"][-1])) if parent else None)
     if error["type"] == "value_error":
@@ -218,10 +224,10 @@ def _explain_missing(key: str, field: FieldInfo | None) -> list[str]:
     return [f"{key}: required, but not given{what}"]
 
 
-def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+def _locate(loc: tuple[int | str, ...], schema: type[RunConfig]) -> tuple[str, type[BaseModel] | None]:
     """The dotted key of an error's location, and the section its last part should be a field of."""
-    section: type[BaseModel] | None = PPOConfig
-    parent: type[BaseModel] | None = PPOConfig
+    section: type[BaseModel] | None = schema
+    parent: type[BaseModel] | None = schema
     variants: tuple[type[Section], ...] = ()
     key = ""
     for part in loc:
@@ -241,29 +247,18 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
     return key, parent
 
 
-def _suggestion(key: str, parent: type[BaseModel] | None) -> str:
+def _suggestion(key: str, parent: type[BaseModel] | None, schema: type[RunConfig]) -> str:
     prefix, _, leaf = key.rpartition(".")
     names = list(parent.model_fields) if parent else []
     near = difflib.get_close_matches(leaf, names, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?"
-    every = [option.name for option in option_table()]
+    every = [option.name for option in option_table(schema)]
     same = [name for name in every if name.rpartition(".")[2] == leaf]
     near = same or difflib.get_close_matches(key, every, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; the keys here are {', '.join(names)}" if names else ""
-
-
-def _fill_paths(config: PPOConfig) -> PPOConfig:
-    """The same configuration with the paths that follow from others written out."""
-    return config.model_copy(
-        update={
-            "critic": config.critic.model_copy(update={"path": config.critic_path}),
-            "reference": config.reference.model_copy(update={"path": config.reference_path}),
-            "tokenizer": config.tokenizer.model_copy(update={"path": config.tokenizer_path}),
-        }
-    )
 
 
 def _section_types(annotation: Any) -> tuple[type[Section], ...]:

@@ -1,4 +1,4 @@
-"""The tree of a run's configuration: every key with its type, its default and what it does.
+"""The configuration of a PPO run: every key with its type, its default and what it does.
 
 The objects are frozen and refuse unknown keys. Read one with `mrlhf.config.load_config`.
 """
@@ -8,57 +8,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
-from mrlhf.planner import ParallelSizes
+from mrlhf.config_sections import (
+    AdamConfig,
+    FiniteFloat,
+    Fraction,
+    InferenceConfig,
+    NaturalInt,
+    NonNegativeFloat,
+    OutputConfig,
+    PositiveFloat,
+    PositiveInt,
+    RunConfig,
+    Section,
+)
 
-Dtype = Literal["fp32", "bf16", "fp16"]
 KLKind = Literal["k1", "k2", "k3", "abs"]
 Semantics = Literal["standard", "deepspeed_chat"]
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NaturalInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A frozen part of the configuration without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
-
-
-class ParallelConfig(Section):
-    """How one model is divided over ranks; what is left of the world is data parallel."""
-
-    tensor_model_parallel_size: PositiveInt = Field(1, description="ranks that share every layer (TP)")
-    pipeline_model_parallel_size: PositiveInt = Field(1, description="stages of consecutive layers (PP)")
-    virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
-        None, description="virtual stages on each pipeline rank (VPP), needs PP of at least 2"
-    )
-    context_parallel_size: PositiveInt = Field(1, description="ranks that share a sequence (CP); only 1 for now")
-    expert_model_parallel_size: PositiveInt = Field(1, description="ranks that share the experts (EP); only 1 for now")
-    sequence_parallel: bool = Field(
-        False, description="split norms and residuals along the sequence over TP; no effect at TP 1"
-    )
-    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
-        None, description="layers of the first stage, where they do not split evenly; null: as the others"
-    )
-    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
-        None, description="layers of the last stage, where they do not split evenly; null: as the others"
-    )
-
-    def sizes(self, world_size: int) -> ParallelSizes:
-        """The layout in a world of ``world_size`` ranks; nothing is checked here, see `mrlhf.planner.check_sizes`."""
-        return ParallelSizes(world_size=world_size, **self.model_dump())
-
-
-class PrecisionConfig(Section):
-    """Number formats."""
-
-    dtype: Dtype = Field("fp32", description="format of weights and activations; optimizer states stay in fp32")
 
 
 class ActorConfig(Section):
@@ -118,13 +86,6 @@ class RewardConfig(Section):
         if not self.sources:
             raise ValueError("sources is empty; give at least one {kind: model, path: ...} or {kind: function, ...}")
         return self
-
-
-class TokenizerConfig(Section):
-    """Text to token ids and back."""
-
-    path: str | None = Field(None, description="Hugging Face folder or SentencePiece .model file; null: the actor's")
-    chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template")
 
 
 class DataConfig(Section):
@@ -188,35 +149,6 @@ class PPOAlgorithmConfig(Section):
     )
 
 
-class InferenceConfig(Section):
-    """The passes without gradient: log-probs, values and scores of the sampled rows."""
-
-    micro_batch_size: PositiveInt = Field(8, description="rows of one forward pass on one rank")
-    micro_batch_tokens: PositiveInt | None = Field(
-        None, description="padded tokens of one forward pass, instead of a number of rows"
-    )
-
-
-class AdamConfig(Section):
-    """AdamW and its learning rate schedule; the rate changes once per iteration."""
-
-    lr: NonNegativeFloat = Field(1e-6, description="highest learning rate")
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of a linear or cosine schedule")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="course after the warm-up")
-    warmup_iterations: NaturalInt = Field(0, description="iterations over which the rate rises from 0")
-    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled decay of matrices; biases and norms have none")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the mean of gradients")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the mean of squared gradients")
-    eps: PositiveFloat = Field(1e-8, description="added to the root of the mean square")
-    clip_grad: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0: no clipping")
-
-    @model_validator(mode="after")
-    def _order_of_rates(self) -> AdamConfig:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr} is over lr {self.lr}; lower min_lr or raise lr")
-        return self
-
-
 class CriticAdamConfig(AdamConfig):
     """As for the actor, with a higher learning rate."""
 
@@ -231,56 +163,28 @@ class OptimizerConfig(Section):
     distributed: bool = Field(False, description="divide optimizer states over data-parallel ranks")
 
 
-class TrainerConfig(Section):
+class TrainerConfig(OutputConfig):
     """Length and output of the run."""
 
     iterations: PositiveInt = Field(description="rollouts, each followed by its updates")
     output_dir: str = Field("runs/ppo", min_length=1, description="folder for metrics, samples and exported models")
-    overwrite: bool = Field(False, description="take the place of an earlier run in output_dir; else it is refused")
-    export_interval: NaturalInt = Field(
-        0, description="iterations between exports to actor-000100, critic-000100, ...; 0: only at the end"
-    )
-    export: bool = Field(True, description="write actor and critic as Hugging Face folders at the end")
-    tensorboard: bool = Field(True, description="write TensorBoard events beside metrics.jsonl")
-    wandb: bool = Field(False, description="log to Weights & Biases, where installed")
-    progress: Literal["auto", "rich", "plain", "off"] = Field(
-        "auto", description="display on rank 0; auto: rich in a terminal, else one plain line per iteration"
-    )
     sample_interval: NaturalInt = Field(10, description="iterations between sample tables; 0: none")
 
-    @field_validator("progress", mode="before")
-    @classmethod
-    def _unquoted_off(cls, value: object) -> object:
-        """YAML 1.1 reads a bare ``off`` as false."""
-        return "off" if value is False else value
 
-
-class LaunchConfig(Section):
-    """How ranks talk to each other."""
-
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where CUDA is present, else gloo")
-    timeout_minutes: PositiveFloat = Field(60.0, description="longest wait in any collective of any group")
-
-
-class PPOConfig(Section):
+class PPOConfig(RunConfig):
     """Everything that defines a PPO run."""
 
-    seed: NaturalInt = Field(0, description="seed of sampling, shuffling, dropout and fresh heads")
     semantics: Semantics = Field("standard", description="conventions of masks, shaping and loss mean")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
-    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number formats")
     actor: ActorConfig = Field(description="the trained model")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="the value model")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="the frozen start")
     reward: RewardConfig = Field(description="the scores")
-    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="text and token ids")
     data: DataConfig = Field(description="the prompts")
     rollout: RolloutConfig = Field(description="sampling")
     ppo: PPOAlgorithmConfig = Field(description="the update")
     inference: InferenceConfig = Field(default_factory=InferenceConfig, description="passes without gradient")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the two optimizers")
     trainer: TrainerConfig = Field(description="length and output")
-    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="communication")
 
     @property
     def rows_per_iteration(self) -> int:
@@ -308,9 +212,33 @@ class PPOConfig(Section):
         return self.tokenizer.path or self.actor.path
 
     @property
-    def metrics_path(self) -> Path:
-        """The JSONL file with one object per iteration."""
-        return Path(self.trainer.output_dir) / "metrics.jsonl"
+    def output_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.trainer.output_dir)
+
+    def model_folders(self) -> dict[str, str]:
+        """Folders that must hold a model, by key."""
+        folders = {
+            "actor.path": self.actor.path,
+            "critic.path": self.critic_path,
+            "reference.path": self.reference_path,
+        }
+        for index, source in enumerate(self.reward.sources):
+            if isinstance(source, RewardModelSource):
+                folders[f"reward.sources[{index}].path"] = source.path
+        return folders
+
+    def data_files(self) -> dict[str, str | None]:
+        """Files that must exist where they are given, by key."""
+        return {"data.prompts": self.data.prompts, "tokenizer.chat_template": self.tokenizer.chat_template}
+
+    def with_derived_paths(self) -> Self:
+        """The same configuration with the paths that follow from others written out."""
+        update = {
+            "critic": self.critic.model_copy(update={"path": self.critic_path}),
+            "reference": self.reference.model_copy(update={"path": self.reference_path}),
+        }
+        return super().with_derived_paths().model_copy(update=update)
 
     @model_validator(mode="after")
     def _fits_together(self) -> PPOConfig:

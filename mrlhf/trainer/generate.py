@@ -15,7 +15,7 @@ from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.launch import shutdown
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import Generation, GenerationRequest
-from mrlhf.trainer import job as jobs
+from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.ppo import check_vocabulary, read_dataset, stop_ids
 from mrlhf.trainer.settings import sampling_params
 
@@ -70,7 +70,7 @@ def run(config: PPOConfig, *, prompts: Path, output: Path) -> None:
 
 
 def _generate(
-    job: jobs.Job, actor: PolicyModel, numbered: list[tuple[int, Prompt]], stop: list[int]
+    job: jobs.PPOJob, actor: PolicyModel, numbered: list[tuple[int, Prompt]], stop: list[int]
 ) -> list[Generation]:
     rollout = job.config.rollout
     requests = [GenerationRequest(number, prompt.ids, rollout.max_response_length) for number, prompt in numbered]

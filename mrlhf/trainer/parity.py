@@ -29,7 +29,7 @@ from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
 from mrlhf.rollout.engine import GenerationRequest
 from mrlhf.rollout.sampling import SamplingParams, sample_tokens
-from mrlhf.trainer import job as jobs
+from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
 from mrlhf.trainer.recording import Recording, read_recording, strip_left_padding
 from mrlhf.trainer.settings import shaping_settings, update_settings
@@ -128,7 +128,7 @@ def replay(recording: Recording, overrides: list[str]) -> tuple[Report, str]:
 
 
 class _Replay:
-    def __init__(self, recording: Recording, job: jobs.Job) -> None:
+    def __init__(self, recording: Recording, job: jobs.PPOJob) -> None:
         self.recording, self.job, self.report = recording, job, Report()
         self.actor: Actor = jobs.build_actor(job)
         self.critic: Critic = jobs.build_critic(job)
@@ -258,7 +258,7 @@ def _hf_name(recorded: str) -> str:
     return recorded.replace("v_head.", "score.").replace("rwtransformer.", "model.")
 
 
-def exported_norms(model: RoleModel, head: str, source: Path, target: Path, job: jobs.Job) -> dict[str, float]:
+def exported_norms(model: RoleModel, head: str, source: Path, target: Path, job: jobs.PPOJob) -> dict[str, float]:
     """Norm of every Hugging Face tensor of the exported model, on every rank."""
     export_hf(model.chunks, model.config, target, source_folder=source, groups=job.groups, head=head)
     norms: list[Any] = [None]

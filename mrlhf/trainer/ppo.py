@@ -30,7 +30,7 @@ from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardFunction
-from mrlhf.trainer import job as jobs
+from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
 from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
 from mrlhf.trainer.rollouts import Sampler, Scorer
@@ -143,7 +143,7 @@ class PPOTrainer:
 
     def __init__(
         self,
-        job: jobs.Job,
+        job: jobs.PPOJob,
         tokenizer: Tokenizer,
         dataset: PromptDataset,
         functions: list[tuple[RewardFunction, float]],
@@ -171,7 +171,7 @@ class PPOTrainer:
             stop_ids=stop_ids(config, tokenizer, job.models["actor"].eos_token_ids),
             pad_id=tokenizer.pad_id,
             max_response_length=config.rollout.max_response_length,
-            pad_to_multiple=job.groups.tp.size() if job.sizes.sequence_parallel else 1,
+            pad_to_multiple=job.pad_to_multiple,
             seed=config.seed,
             dp_group=job.groups.dp,
             device=job.device,

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 
 from mrlhf.config import load_config
-from mrlhf.config_schema import ParallelConfig, PPOConfig
+from mrlhf.config_schema import PPOConfig
+from mrlhf.config_sections import ParallelConfig
 from mrlhf.errors import DataError
 from mrlhf.rl import Semantics
 from mrlhf.types import RolloutBatch

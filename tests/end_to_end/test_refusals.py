@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mrlhf.checkpoint.hf import read_model_config
 from mrlhf.config import check_files, load_config
 from mrlhf.errors import MrlhfError
-from mrlhf.trainer import job as jobs
 from mrlhf.trainer import ppo
+from mrlhf.trainer import job as jobs
 from tests.end_to_end.jobs import TinyJob, function_reward, run_command
 from tools.make_tiny_model import make_tiny_model
 

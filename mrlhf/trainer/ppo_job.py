@@ -1,0 +1,126 @@
+"""The models of a PPO run on this rank."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeAlias
+
+import torch
+
+from mrlhf.checkpoint.hf import read_head
+from mrlhf.config import check_run
+from mrlhf.config_schema import PPOConfig
+from mrlhf.config_sections import AdamConfig
+from mrlhf.errors import ConfigError
+from mrlhf.megatron.optimizer import Trainable
+from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.launch import LaunchEnv, detect_launch
+from mrlhf.planner import check_sizes
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.policy import PolicyModel
+from mrlhf.roles.reference import Reference
+from mrlhf.roles.reward import RewardModel
+from mrlhf.trainer.job import Job, join, load_model, make_trainable, read_architectures
+
+PPOJob: TypeAlias = Job[PPOConfig]
+
+
+def read_models(config: PPOConfig) -> dict[str, ModelConfig]:
+    """The architectures of all roles; ``reward0``, ``reward1``, ... for the reward models.
+
+    Raises:
+        CheckpointError: a folder has no readable configuration or weights.
+        ConfigError: a folder holds another kind of model than its role needs.
+    """
+    paths = {"actor": config.actor.path, "reference": config.reference_path, "critic": config.critic_path}
+    paths |= {f"reward{index}": path for index, path in enumerate(config.reward_model_paths)}
+    models = read_architectures(paths)
+    problems = [_kind_problem(role, path, config) for role, path in paths.items()]
+    found = [problem for problem in problems if problem]
+    if found:
+        raise ConfigError("\n".join(found))
+    return models
+
+
+def _kind_problem(role: str, path: str, config: PPOConfig) -> str | None:
+    head = read_head(path)
+    if role.startswith("reward") and head != "value":
+        return f"reward.sources: {path} is a language model; a reward model is a one-label sequence classifier"
+    if role in ("actor", "reference") and head != "lm":
+        return f"{role}.path: {path} is a sequence classifier; the {role} is a language model"
+    if role == "critic" and config.critic.head == "loaded" and head != "value":
+        return f"critic.path: {path} is a language model without a value head; set critic.head to fresh or auto"
+    return None
+
+
+def check_job(config: PPOConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
+    """Find the launcher and check all sizes against its world; nothing is started.
+
+    Raises:
+        ConfigError: the launcher's variables are inconsistent, or layout, batch sizes, lengths and models do not fit
+            together.
+    """
+    env = detect_launch(os.environ)
+    check_run(config, env.world_size, models)
+    return env
+
+
+def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> PPOJob:
+    """Join the other ranks and make the process groups, once `check_job` has found nothing wrong."""
+    return join(config, models, check_job(config, models))
+
+
+def start_generation_job(config: PPOConfig, model: ModelConfig) -> PPOJob:
+    """`start_job` for the actor alone: batch sizes of the training are not looked at."""
+    env = detect_launch(os.environ)
+    check_sizes(
+        config.parallel.sizes(env.world_size),
+        {"actor": model},
+        max_prompt_length=config.data.max_prompt_length or 1,
+        max_response_length=config.rollout.max_response_length,
+    )
+    return join(config, {"actor": model}, env)
+
+
+def build_actor(job: PPOJob) -> Actor:
+    """The actor with its optimizer."""
+    config = job.config
+    chunks = load_model(job, "actor", config.actor.path, "lm", dropout=config.actor.dropout, trainable=True)
+    trainable = _trainable(job, chunks, config.optimizer.actor)
+    return Actor("actor", job.models["actor"], trainable, job.groups)
+
+
+def build_policy(job: PPOJob) -> PolicyModel:
+    """The actor without an optimizer, for generation."""
+    chunks = load_model(job, "actor", job.config.actor.path, "lm")
+    return PolicyModel("actor", job.models["actor"], chunks, job.groups)
+
+
+def build_critic(job: PPOJob) -> Critic:
+    """The critic with its optimizer."""
+    chunks = load_model(
+        job, "critic", job.config.critic_path, "value", trainable=True, head_init=job.config.critic.head
+    )
+    trainable = _trainable(job, chunks, job.config.optimizer.critic)
+    return Critic("critic", job.models["critic"], trainable, job.groups)
+
+
+def build_reference(job: PPOJob) -> Reference:
+    """The frozen reference."""
+    chunks = load_model(job, "reference", job.config.reference_path, "lm")
+    return Reference("reference", job.models["reference"], chunks, job.groups)
+
+
+def build_reward_model(job: PPOJob, index: int) -> RewardModel:
+    """The ``index``-th reward model."""
+    name = f"reward{index}"
+    chunks = load_model(job, name, job.config.reward_model_paths[index], "value", head_init="loaded")
+    return RewardModel(name, job.models[name], chunks, job.groups)
+
+
+def _trainable(job: PPOJob, chunks: list[torch.nn.Module], adam: AdamConfig) -> Trainable:
+    config = job.config
+    return make_trainable(
+        job, chunks, adam, total_steps=config.trainer.iterations, distributed=config.optimizer.distributed
+    )
