@@ -15,6 +15,7 @@ LAYERS = {
     "config_schema": 0,
     "config_sections": 0,
     "config_supervised": 0,
+    "config_preferences": 0,
     "planner": 0,
     "model_config": 0,
     "types": 1,
@@ -73,7 +74,10 @@ def violations(source: str, relative: str) -> list[str]:
         target = part_of(name)
         if target in LAYERS and LAYERS[target] > LAYERS[own]:
             found.append(f"{where}, upwards from layer {LAYERS[own]} to {LAYERS[target]}")
-        if target in ("config", "config_schema", "config_sections", "config_supervised") and own in NO_CONFIG_OBJECTS:
+        if (
+            target in ("config", "config_schema", "config_sections", "config_supervised", "config_preferences")
+            and own in NO_CONFIG_OBJECTS
+        ):
             found.append(f"{where}, but takes plain numbers, tensors and groups only")
         if f"{name}.".startswith("torch.distributed.") and LAYERS[own] < FIRST_DISTRIBUTED_LAYER:
             found.append(f"{where}, below layer {FIRST_DISTRIBUTED_LAYER}")
