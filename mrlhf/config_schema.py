@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from mrlhf.config_sections import (
     AdamConfig,
+    Dropout,
     FiniteFloat,
     Fraction,
     InferenceConfig,
@@ -23,6 +24,7 @@ from mrlhf.config_sections import (
     PositiveInt,
     RunConfig,
     Section,
+    Temperature,
 )
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
@@ -33,7 +35,7 @@ class ActorConfig(Section):
     """The model that is trained to answer."""
 
     path: str = Field(description="Hugging Face folder of the language model, or one written by `mrlhf convert import`")
-    dropout: Fraction = Field(0.0, description="dropout of the actor's training passes only; 0 keeps the ratio exact")
+    dropout: Dropout = Field(0.0, description="dropout of the actor's training passes only; 0 keeps the ratio exact")
 
 
 class CriticConfig(Section):
@@ -109,7 +111,7 @@ class RolloutConfig(Section):
     prompts_per_iteration: PositiveInt = Field(description="prompts of one iteration, over all ranks")
     samples_per_prompt: PositiveInt = Field(1, description="responses to each prompt")
     max_response_length: PositiveInt = Field(description="longest response in tokens")
-    temperature: NonNegativeFloat = Field(1.0, description="softmax temperature, also of all log-probs; 0 is greedy")
+    temperature: Temperature = Field(1.0, description="softmax temperature, also of all log-probs; 0 is greedy")
     top_k: NaturalInt = Field(0, description="sample from the k likeliest tokens only; 0: from all")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this mass")
     batch_size: PositiveInt = Field(32, description="rows that one data-parallel rank generates at once")
@@ -169,6 +171,33 @@ class TrainerConfig(OutputConfig):
     iterations: PositiveInt = Field(description="rollouts, each followed by its updates")
     output_dir: str = Field("runs/ppo", min_length=1, description="folder for metrics, samples and exported models")
     sample_interval: NaturalInt = Field(10, description="iterations between sample tables; 0: none")
+    eval_interval: NaturalInt = Field(
+        0, description="iterations between evaluations on evaluation.prompts, and one at the end; 0: none"
+    )
+
+
+class EvaluationConfig(Section):
+    """Held-out prompts, answered by the actor and by the reference; used by `mrlhf eval` and trainer.eval_interval."""
+
+    prompts: str | None = Field(None, description="file of held-out prompts; null: data.prompts, in `mrlhf eval` only")
+    max_prompts: PositiveInt | None = Field(None, description="only the first so many prompts; null: all")
+    samples_per_prompt: PositiveInt = Field(
+        1, description="responses of each model to each prompt; the best of them is reported too (best-of-n)"
+    )
+    max_response_length: PositiveInt | None = Field(None, description="in tokens; null: rollout.max_response_length")
+    temperature: Temperature = Field(0.0, description="softmax temperature; 0 is greedy")
+    top_k: NaturalInt = Field(0, description="sample from the k likeliest tokens only; 0: from all")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this mass")
+    samples_shown: NaturalInt = Field(4, description="prompts in the table of samples")
+
+    @model_validator(mode="after")
+    def _no_copies(self) -> EvaluationConfig:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"samples_per_prompt {self.samples_per_prompt} would be copies of one greedy response; "
+                "raise temperature above 0, or sample once"
+            )
+        return self
 
 
 class PPOConfig(RunConfig):
@@ -183,6 +212,7 @@ class PPOConfig(RunConfig):
     rollout: RolloutConfig = Field(description="sampling")
     ppo: PPOAlgorithmConfig = Field(description="the update")
     inference: InferenceConfig = Field(default_factory=InferenceConfig, description="passes without gradient")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out prompts")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the two optimizers")
     trainer: TrainerConfig = Field(description="length and output")
 
@@ -230,7 +260,11 @@ class PPOConfig(RunConfig):
 
     def data_files(self) -> dict[str, str | None]:
         """Files that must exist where they are given, by key."""
-        return {"data.prompts": self.data.prompts, "tokenizer.chat_template": self.tokenizer.chat_template}
+        return {
+            "data.prompts": self.data.prompts,
+            "evaluation.prompts": self.evaluation.prompts,
+            "tokenizer.chat_template": self.tokenizer.chat_template,
+        }
 
     def with_derived_paths(self) -> Self:
         """The same configuration with the paths that follow from others written out."""
@@ -259,6 +293,8 @@ class PPOConfig(RunConfig):
                     f"optimizer.{role}.warmup_iterations {adam.warmup_iterations} are over "
                     f"trainer.iterations {self.trainer.iterations}"
                 )
+        if self.trainer.eval_interval and self.evaluation.prompts is None:
+            problems.append("trainer.eval_interval needs evaluation.prompts, a file of held-out prompts")
         if self.rollout.temperature == 0 and self.rollout.samples_per_prompt > 1:
             problems.append(
                 f"rollout.samples_per_prompt {self.rollout.samples_per_prompt} would be copies of one greedy response; "

@@ -14,6 +14,7 @@ LAYERS = {
     "config": 0,
     "config_schema": 0,
     "config_sections": 0,
+    "config_inference": 0,
     "config_supervised": 0,
     "config_preferences": 0,
     "planner": 0,
@@ -75,7 +76,15 @@ def violations(source: str, relative: str) -> list[str]:
         if target in LAYERS and LAYERS[target] > LAYERS[own]:
             found.append(f"{where}, upwards from layer {LAYERS[own]} to {LAYERS[target]}")
         if (
-            target in ("config", "config_schema", "config_sections", "config_supervised", "config_preferences")
+            target
+            in (
+                "config",
+                "config_schema",
+                "config_sections",
+                "config_inference",
+                "config_supervised",
+                "config_preferences",
+            )
             and own in NO_CONFIG_OBJECTS
         ):
             found.append(f"{where}, but takes plain numbers, tensors and groups only")

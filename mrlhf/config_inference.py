@@ -1,0 +1,52 @@
+"""The configurations of `mrlhf generate` and `mrlhf eval`: a PPO run's, of which the training part may be left out."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mrlhf.config_schema import (
+    PPOAlgorithmConfig,
+    PPOConfig,
+    RewardConfig,
+    RewardFunctionSource,
+    RolloutConfig,
+    TrainerConfig,
+)
+from mrlhf.config_sections import PositiveInt
+
+
+class InferenceRolloutConfig(RolloutConfig):
+    """How responses are sampled."""
+
+    prompts_per_iteration: PositiveInt = Field(1, description="of no effect here; part of a PPO run's configuration")
+
+
+class InferenceAlgorithmConfig(PPOAlgorithmConfig):
+    """The PPO update: of no effect here."""
+
+    minibatch_size: PositiveInt = Field(1, description="of no effect here; part of a PPO run's configuration")
+
+
+class InferenceTrainerConfig(TrainerConfig):
+    """Output."""
+
+    iterations: PositiveInt = Field(1, description="of no effect here; part of a PPO run's configuration")
+
+
+class EvalConfig(PPOConfig):
+    """Everything that defines an evaluation; any configuration of a PPO run is one."""
+
+    rollout: InferenceRolloutConfig = Field(description="sampling")
+    ppo: InferenceAlgorithmConfig = Field(
+        default_factory=lambda: InferenceAlgorithmConfig(), description="of no effect here"
+    )
+    trainer: InferenceTrainerConfig = Field(default_factory=lambda: InferenceTrainerConfig(), description="output")
+
+
+class GenerateConfig(EvalConfig):
+    """Everything that defines a generation; any configuration of a PPO run is one."""
+
+    reward: RewardConfig = Field(
+        default_factory=lambda: RewardConfig(sources=(RewardFunctionSource(target="none:none"),)),
+        description="of no effect here; part of a PPO run's configuration",
+    )
