@@ -1,36 +1,48 @@
-"""The mathematics of PPO: pure torch functions of tensors and numbers."""
+"""The mathematics of PPO and of preferences: pure torch functions of tensors and numbers."""
 
 from mrlhf.rl.advantages import gae
 from mrlhf.rl.kl import KLKind, kl_estimate
 from mrlhf.rl.losses import (
     LossTerms,
-    diverging_pairwise_loss,
     ds_group_row_weights,
     entropy_loss,
     kl_loss,
-    pairwise_loss,
     policy_loss,
     value_loss,
 )
 from mrlhf.rl.masked import masked_mean, masked_moments, masked_sum, whiten
+from mrlhf.rl.preferences import (
+    DPOKind,
+    diverging_pairwise_loss,
+    dpo_loss,
+    lengths_before_padding,
+    nll_loss,
+    pairwise_loss,
+    sequence_logprobs,
+)
 from mrlhf.rl.rewards import Semantics, response_masks, shape_rewards
 
 __all__ = [
+    "DPOKind",
     "KLKind",
     "LossTerms",
     "Semantics",
     "diverging_pairwise_loss",
+    "dpo_loss",
     "ds_group_row_weights",
     "entropy_loss",
     "gae",
     "kl_estimate",
     "kl_loss",
+    "lengths_before_padding",
     "masked_mean",
     "masked_moments",
     "masked_sum",
+    "nll_loss",
     "pairwise_loss",
     "policy_loss",
     "response_masks",
+    "sequence_logprobs",
     "shape_rewards",
     "value_loss",
     "whiten",

@@ -1,4 +1,4 @@
-"""PPO's losses as sums with their counts, and the losses on pairs of a reward model."""
+"""PPO's losses as sums with their counts."""
 
 from __future__ import annotations
 
@@ -240,71 +240,3 @@ def ds_group_row_weights(response_mask: Tensor, group_size: int, valid_rows: Ten
     live = (group_tokens > 0).sum().clamp(min=1)
     weight = 1.0 / (group_tokens[group].clamp(min=1) * live)
     return torch.where(tokens > 0, weight, torch.zeros_like(weight))
-
-
-def pairwise_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | float | None = None) -> LossTerms:
-    """Bradley-Terry loss ``-log sigmoid(chosen - rejected - margin)``, summed over pairs (Ouyang et al. 2022, eq. 1).
-
-    Args:
-        chosen_scores: ``[N]``.
-        rejected_scores: ``[N]``.
-        margin: a number or ``[N]``, how far the chosen score shall be ahead (Touvron et al. 2023, eq. 2).
-
-    Returns:
-        terms over ``N`` pairs with metrics ``accuracy``, ``chosen_score``, ``rejected_score`` and ``score_margin``.
-    """
-    everything = torch.ones_like(chosen_scores, dtype=torch.bool)
-    chosen, rejected = select(chosen_scores, everything), select(rejected_scores, everything)
-    difference = chosen - rejected if margin is None else chosen - rejected - margin
-    return _pair_terms(-torch.nn.functional.logsigmoid(difference), chosen, rejected)
-
-
-def diverging_pairwise_loss(
-    chosen_scores: Tensor,
-    rejected_scores: Tensor,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-) -> LossTerms:
-    """DeepSpeed-Chat's step-2 loss: Bradley-Terry at every position of the span in which the two rows differ.
-
-    The span runs from the first position whose tokens differ up to the longer row's end, so scores of the shorter row
-    on its padding take part. Each pair is the mean over its span, pairs are summed. Two identical rows are compared at
-    their last token (loss ``log 2``).
-
-    Args:
-        chosen_scores: ``[N, S]``, score after each token.
-        rejected_scores: ``[N, S]``.
-        chosen_tokens: ``[N, S]``, right-padded with the same pad id as ``rejected_tokens``.
-        rejected_tokens: ``[N, S]``.
-        chosen_lengths: ``[N]``, tokens before the padding, at least 1.
-        rejected_lengths: ``[N]``.
-
-    Returns:
-        terms over ``N`` pairs; the metrics (those of `pairwise_loss`) use the scores at each row's last token.
-    """
-    position = torch.arange(chosen_tokens.shape[1], device=chosen_tokens.device).unsqueeze(0)
-    end = torch.maximum(chosen_lengths, rejected_lengths).unsqueeze(1)
-    differs = chosen_tokens != rejected_tokens
-    start = torch.where(differs.any(dim=1), differs.long().argmax(dim=1), end.squeeze(1) - 1).unsqueeze(1)
-    # A row that goes on with the pad id itself differs nowhere before the end; it still has one position.
-    span = (position >= torch.minimum(start, end - 1)) & (position < end)
-    difference = select(chosen_scores, span) - select(rejected_scores, span)
-    per_position = select(-torch.nn.functional.logsigmoid(difference), span)
-    loss = per_position.sum(dim=1) / span.sum(dim=1)
-    chosen_end = chosen_scores.gather(1, chosen_lengths.unsqueeze(1) - 1).squeeze(1)
-    rejected_end = rejected_scores.gather(1, rejected_lengths.unsqueeze(1) - 1).squeeze(1)
-    return _pair_terms(loss, chosen_end, rejected_end)
-
-
-def _pair_terms(loss: Tensor, chosen: Tensor, rejected: Tensor) -> LossTerms:
-    count = torch.tensor(float(loss.numel()), dtype=loss.dtype, device=loss.device)
-    chosen, rejected = chosen.detach().to(loss.dtype), rejected.detach().to(loss.dtype)
-    metrics = {
-        "accuracy": Metric("mean", (chosen > rejected).to(loss.dtype).sum(), count),
-        "chosen_score": Metric("mean", chosen.sum(), count),
-        "rejected_score": Metric("mean", rejected.sum(), count),
-        "score_margin": Metric("mean", (chosen - rejected).sum(), count),
-    }
-    return LossTerms(loss.sum(), count, metrics)
