@@ -119,6 +119,7 @@ class RolloutBatch:
         advantages: ``[B, S-1]`` float.
         returns: ``[B, S-1]`` float.
         row_weights: ``[B]`` float, weights of the rows in the losses.
+        margins: ``[B]`` float, by how much the better answer of a pair should win; the same on both rows of a pair.
         pad_to_multiple: ``S`` is kept a multiple of it.
     """
 
@@ -140,6 +141,7 @@ class RolloutBatch:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     row_weights: Tensor | None = None
+    margins: Tensor | None = None
     pad_to_multiple: int = 1
 
     ROW_INTEGERS: ClassVar[tuple[str, ...]] = ("prompt_lengths", "response_lengths", "sample_ids", "group_ids")
@@ -153,7 +155,7 @@ class RolloutBatch:
         "advantages",
         "returns",
     )
-    ROW_FLOATS: ClassVar[tuple[str, ...]] = ("scores", "raw_scores", "row_weights")
+    ROW_FLOATS: ClassVar[tuple[str, ...]] = ("scores", "raw_scores", "row_weights", "margins")
 
     def __post_init__(self) -> None:
         self._check_shapes()
