@@ -56,3 +56,30 @@ def make_plan(batch: RolloutBatch, *, rows: int, tokens: int | None, multiple: i
     # A row takes the slot after its last token too, and its width is padded like the batch's.
     lengths = [round_up(length + 1, batch.pad_to_multiple) for length in batch.lengths.tolist()]
     return by_tokens(lengths, tokens, multiple=multiple)
+
+
+def by_pairs(plan: Plan) -> Plan:
+    """The rows of a plan of pairs: pair ``i`` is the rows ``2 i`` and ``2 i + 1``, which stay together."""
+    return [[row for pair in pairs for row in (2 * pair, 2 * pair + 1)] for pairs in plan]
+
+
+def make_pair_plan(batch: RolloutBatch, *, pairs: int, tokens: int | None, multiple: int = 1) -> Plan:
+    """Micro-batches of preference pairs, two neighbouring rows each, that no micro-batch tears apart.
+
+    Args:
+        batch: an even number of rows.
+        pairs: pairs of one micro-batch.
+        tokens: padded tokens of one micro-batch instead; a pair takes twice its longer row.
+        multiple: see `by_tokens`.
+
+    Raises:
+        ValueError: an odd number of rows, or as `by_tokens`.
+    """
+    if batch.size % 2:
+        raise ValueError(f"{batch.size} rows are no pairs")
+    if tokens is None:
+        return by_pairs(by_rows(batch.size // 2, pairs))
+    longer = batch.lengths.view(-1, 2).amax(dim=1)
+    return by_pairs(
+        by_tokens([2 * round_up(n + 1, batch.pad_to_multiple) for n in longer.tolist()], tokens, multiple=multiple)
+    )
