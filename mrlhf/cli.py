@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from mrlhf import __version__
 from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
+from mrlhf.config_inference import EvalConfig, GenerateConfig
 from mrlhf.config_sections import RunConfig
 from mrlhf.errors import MrlhfError
 from mrlhf.parallel.launch import detect_launch, run_guarded
@@ -106,7 +107,33 @@ def ppo(config: ConfigArgument, overrides: Overrides = None, print_config: Print
     _train(PPOConfig, "mrlhf.trainer.ppo", config, overrides, print_config)
 
 
-@app.command(cls=ConfigCommand)
+class EvalCommand(ConfigCommand):
+    """`ConfigCommand` of an evaluation."""
+
+    schema = EvalConfig
+
+
+class GenerateCommand(ConfigCommand):
+    """`ConfigCommand` of a generation."""
+
+    schema = GenerateConfig
+
+
+@app.command("eval", cls=EvalCommand)
+def evaluate(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    prompts: Annotated[Path | None, typer.Option(help="Held-out prompts; by default evaluation.prompts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write; by default trainer.output_dir.")] = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Score the actor beside the reference on held-out prompts: mean score, win rate, KL, length, samples."""
+    chosen = [f"evaluation.prompts={prompts}"] if prompts else []
+    chosen += [f"trainer.output_dir={output}"] if output else []
+    _train(EvalConfig, "mrlhf.trainer.evaluate", config, [*(overrides or []), *chosen], print_config)
+
+
+@app.command(cls=GenerateCommand)
 def generate(
     config: ConfigArgument,
     overrides: Overrides = None,
@@ -118,7 +145,7 @@ def generate(
 
     def work() -> None:
         chosen = [f"data.prompts={prompts}"] if prompts else []
-        loaded = _load(config, [*(overrides or []), *chosen], PPOConfig)
+        loaded = _load(config, [*(overrides or []), *chosen], GenerateConfig)
         if print_config:
             _print_on_first_rank(to_yaml(loaded))
             return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 Mode = Literal["auto", "rich", "plain", "off"]
 
@@ -142,3 +144,15 @@ def _shown(metrics: Mapping[str, float]) -> list[str]:
         if value is not None:
             found.append(f"{label} {value:{spec}}")
     return found
+
+
+def print_samples(rows: Sequence[Mapping[str, object]], console: Console | None = None) -> None:
+    """A table of evaluated prompts on standard error: the reference's response beside the actor's, with scores."""
+    if not rows:
+        return
+    table = Table("prompt", "before (reference)", "score", "after (actor)", "score", show_lines=True)
+    for row in rows:
+        before, after = (f"{row[key]:+.3f}" for key in ("reference_score", "score"))
+        cells = [row["prompt"], row["reference_response"], before, row["response"], after]
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    (console or Console(stderr=True)).print(table)

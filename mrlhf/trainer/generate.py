@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.hf import read_model_config
-from mrlhf.config_schema import PPOConfig
+from mrlhf.config_inference import GenerateConfig
 from mrlhf.data.prompts import Prompt
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
@@ -16,11 +15,11 @@ from mrlhf.parallel.launch import shutdown
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import Generation, GenerationRequest
 from mrlhf.trainer import ppo_job as jobs
-from mrlhf.trainer.ppo import check_vocabulary, read_dataset, stop_ids
+from mrlhf.trainer.inputs import check_vocabulary, read_dataset, stop_ids
 from mrlhf.trainer.settings import sampling_params
 
 
-def run(config: PPOConfig, *, prompts: Path, output: Path) -> None:
+def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
     """Write ``rollout.samples_per_prompt`` responses to every prompt; every rank of the job calls this.
 
     ``output`` gets one JSON object per response, in the order of the prompts: ``prompt``, ``response``,
@@ -28,7 +27,7 @@ def run(config: PPOConfig, *, prompts: Path, output: Path) -> None:
     written under another name first, so that a file that is there is complete.
 
     Args:
-        config: of a PPO run; actor, tokenizer, data, rollout, parallel and precision are used.
+        config: actor, tokenizer, data, rollout, parallel and precision are used.
         prompts: the prompt file (already ``config.data.prompts``).
         output: JSONL file to write.
 
@@ -36,11 +35,13 @@ def run(config: PPOConfig, *, prompts: Path, output: Path) -> None:
         MrlhfError: anything the user can mend.
     """
     assert str(prompts) == config.data.prompts, "the prompt file is part of the configuration"
-    model = read_model_config(config.actor.path)
+    models = jobs.read_models(config, roles=("actor",))
+    model = models["actor"]
+    env = jobs.check_inference(config, models, max_response_length=config.rollout.max_response_length)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, model.vocab_size)
     dataset = read_dataset(config, tokenizer, [model])
-    job = jobs.start_generation_job(config, model)
+    job = jobs.join(config, models, env)
     actor = jobs.build_policy(job)
     per_prompt = config.rollout.samples_per_prompt
     numbered = [(i, p) for i, p in enumerate(p for p in dataset.prompts for _ in range(per_prompt))]

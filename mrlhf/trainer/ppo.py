@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.hf_export import export_hf
 from mrlhf.config import to_yaml
-from mrlhf.config_schema import PPOConfig, RewardFunctionSource, RewardModelSource
-from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, load_prompts, shard
+from mrlhf.config_schema import PPOConfig, RewardModelSource
+from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, shard
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.megatron.spec import available_parts
 from mrlhf.metrics import open_writers
-from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.launch import shutdown
@@ -31,7 +29,10 @@ from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardFunction
 from mrlhf.trainer import ppo_job as jobs
+from mrlhf.trainer.evaluate import build_evaluator
+from mrlhf.trainer.evaluation import Evaluator, write_evaluation
 from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
+from mrlhf.trainer.inputs import check_fields, check_vocabulary, read_dataset, read_held_out, reward_functions, stop_ids
 from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
 from mrlhf.trainer.rollouts import Sampler, Scorer
 from mrlhf.trainer.running import RunningMoments
@@ -65,16 +66,12 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
     jobs.check_job(config, models)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, models["actor"].vocab_size)
-    functions = [
-        (RewardFunction(source.target), source.weight)
-        for source in config.reward.sources
-        if isinstance(source, RewardFunctionSource)
-    ]
+    functions = reward_functions(config)
     dataset = read_dataset(config, tokenizer, models.values())
-    for function, _ in functions:
-        function.check_fields({key for prompt in dataset.prompts for key in prompt.meta})
+    held_out = read_held_out(config, tokenizer, models.values()) if config.trainer.eval_interval else None
+    check_fields(functions, dataset, *([held_out] if held_out else []))
     check_output(config)
-    return PPOTrainer(jobs.start_job(config, models), tokenizer, dataset, functions)
+    return PPOTrainer(jobs.start_job(config, models), tokenizer, dataset, functions, held_out)
 
 
 def check_output(config: PPOConfig) -> None:
@@ -107,37 +104,6 @@ def _written_folders(output: Path) -> list[Path]:
     return fixed + [p for role in ("actor", "critic") for p in output.glob(f"{role}-[0-9]*")]
 
 
-def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer or end ids that the actor has no embedding for. Raises `ConfigError`."""
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the actor's vocabulary is "
-            f"{vocab_size}; use the tokenizer of the actor"
-        )
-    outside = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
-    if outside:
-        raise ConfigError(f"rollout.stop_token_ids: {outside} are outside the actor's vocabulary of {vocab_size}")
-
-
-def read_dataset(config: PPOConfig, tokenizer: Tokenizer, models: Iterable[ModelConfig]) -> PromptDataset:
-    """The prompts as the ``data`` section says; by default as long as the shortest of ``models`` allows."""
-    data = config.data
-    room = min(model.max_position_embeddings for model in models) - config.rollout.max_response_length
-    return load_prompts(
-        data.prompts,
-        tokenizer,
-        max_prompt_length=data.max_prompt_length or room,
-        prompt_key=data.prompt_key,
-        overlong=data.overlong,
-        skip_bad_lines=data.skip_bad_lines,
-    )
-
-
-def stop_ids(config: PPOConfig, tokenizer: Tokenizer, model_ids: tuple[int, ...]) -> list[int]:
-    """Every id that ends a response: the tokenizer's, the model's, and those of the configuration."""
-    return list(dict.fromkeys([*tokenizer.eos_ids, *model_ids, *config.rollout.stop_token_ids]))
-
-
 class PPOTrainer:
     """All of a run on this rank."""
 
@@ -147,6 +113,7 @@ class PPOTrainer:
         tokenizer: Tokenizer,
         dataset: PromptDataset,
         functions: list[tuple[RewardFunction, float]],
+        held_out: PromptDataset | None = None,
     ) -> None:
         """Build the four models.
 
@@ -155,6 +122,7 @@ class PPOTrainer:
             tokenizer: the actor's.
             dataset: encoded prompts.
             functions: reward functions with their weights.
+            held_out: encoded prompts of the evaluations, where there are any.
         """
         config = job.config
         self.job, self.config, self.tokenizer, self.dataset = job, config, tokenizer, dataset
@@ -187,6 +155,10 @@ class PPOTrainer:
             shuffle=config.data.shuffle,
         )
 
+        self.evaluator: Evaluator | None = None
+        if held_out is not None:
+            self.evaluator = build_evaluator(job, self.actor, self.reference, self.scorer, tokenizer, held_out)
+
     def train(self) -> None:
         """All iterations."""
         config, rank = self.config, dist.get_rank()
@@ -200,6 +172,7 @@ class PPOTrainer:
                     shutil.rmtree(folder, ignore_errors=True)
             (output / "config.yaml").write_text(to_yaml(config))
             (output / "samples.jsonl").write_text("")
+            (output / "eval_samples.jsonl").unlink(missing_ok=True)
             writers = open_writers(
                 output, config.trainer.tensorboard, config.trainer.wandb, config=config.model_dump(mode="json")
             )
@@ -207,7 +180,7 @@ class PPOTrainer:
             self._announce(display)
             scores = []
             for iteration in range(config.trainer.iterations):
-                metrics = self.iterate(iteration, display)
+                metrics = self.iterate(iteration, display) | self._evaluate(iteration, display)
                 if writers is not None:
                     writers.write(iteration, metrics)
                 display.iteration(iteration + 1, metrics)
@@ -291,6 +264,20 @@ class PPOTrainer:
             scores = self.normalizer.normalize(raw, self.job.groups.dp)
         return batch.replace(scores=scores, raw_scores=raw)
 
+    def _evaluate(self, iteration: int, display: Display) -> dict[str, float]:
+        """Metrics ``eval/...`` after every ``trainer.eval_interval`` iterations and the last one."""
+        done, trainer = iteration + 1, self.config.trainer
+        if self.evaluator is None or (done % trainer.eval_interval and done != trainer.iterations):
+            return {}
+        display.phase("evaluation")
+        evaluation = self.evaluator.run()
+        if dist.get_rank() == 0:
+            write_evaluation(evaluation, self.config.output_dir, iteration=iteration)
+            display.message(f"held out, after iteration {done}: {evaluation.summary()}")
+            for row in evaluation.rows[: self.config.evaluation.samples_shown]:
+                display.message(_comparison(row))
+        return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+
     def _announce(self, display: Display) -> None:
         display.message(
             f"{self.job.env.launcher}: {self.job.sizes.describe()}; {available_parts(self.job.dtype).describe()}"
@@ -316,3 +303,9 @@ class PPOTrainer:
 def _one_line(row: dict[str, Any], limit: int = 60) -> str:
     prompt, response = (" ".join(str(row[key]).split()) for key in ("prompt", "response"))
     return f"  [{row['score']:+.3f}] {prompt[-limit:]!r} -> {response[:limit]!r}"
+
+
+def _comparison(row: dict[str, Any], limit: int = 40) -> str:
+    texts = {key: " ".join(str(row[key]).split()) for key in ("prompt", "reference_response", "response")}
+    before = f"[{row['reference_score']:+.3f}] {texts['reference_response'][:limit]!r}"
+    return f"  {texts['prompt'][-limit:]!r}: {before} -> [{row['score']:+.3f}] {texts['response'][:limit]!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import TypeAlias
 
 import torch
@@ -26,8 +27,10 @@ from mrlhf.trainer.job import Job, join, load_model, make_trainable, read_archit
 PPOJob: TypeAlias = Job[PPOConfig]
 
 
-def read_models(config: PPOConfig) -> dict[str, ModelConfig]:
-    """The architectures of all roles; ``reward0``, ``reward1``, ... for the reward models.
+def read_models(
+    config: PPOConfig, roles: Collection[str] = ("actor", "reference", "critic", "reward")
+) -> dict[str, ModelConfig]:
+    """The architectures of ``roles``; ``reward0``, ``reward1``, ... for the reward models.
 
     Raises:
         CheckpointError: a folder has no readable configuration or weights.
@@ -35,6 +38,7 @@ def read_models(config: PPOConfig) -> dict[str, ModelConfig]:
     """
     paths = {"actor": config.actor.path, "reference": config.reference_path, "critic": config.critic_path}
     paths |= {f"reward{index}": path for index, path in enumerate(config.reward_model_paths)}
+    paths = {role: path for role, path in paths.items() if role.rstrip("0123456789") in roles}
     models = read_architectures(paths)
     problems = [_kind_problem(role, path, config) for role, path in paths.items()]
     found = [problem for problem in problems if problem]
@@ -71,16 +75,16 @@ def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> PPOJob:
     return join(config, models, check_job(config, models))
 
 
-def start_generation_job(config: PPOConfig, model: ModelConfig) -> PPOJob:
-    """`start_job` for the actor alone: batch sizes of the training are not looked at."""
+def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_response_length: int) -> LaunchEnv:
+    """`check_job` for a run without training, whose batch sizes are not looked at."""
     env = detect_launch(os.environ)
     check_sizes(
         config.parallel.sizes(env.world_size),
-        {"actor": model},
+        models,
         max_prompt_length=config.data.max_prompt_length or 1,
-        max_response_length=config.rollout.max_response_length,
+        max_response_length=max_response_length,
     )
-    return join(config, {"actor": model}, env)
+    return env
 
 
 def build_actor(job: PPOJob) -> Actor:

@@ -1,0 +1,86 @@
+"""`mrlhf eval`: the actor of a configuration beside its reference, on held-out prompts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from mrlhf.config_inference import EvalConfig
+from mrlhf.config_schema import RewardModelSource
+from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.parallel.launch import shutdown
+from mrlhf.progress import print_samples
+from mrlhf.roles.policy import PolicyModel
+from mrlhf.rollout.sampling import SamplingParams
+from mrlhf.trainer import ppo_job as jobs
+from mrlhf.trainer.evaluation import EvaluationSettings, Evaluator, write_evaluation
+from mrlhf.trainer.inputs import (
+    check_fields,
+    check_vocabulary,
+    read_held_out,
+    response_limit,
+    reward_functions,
+    stop_ids,
+)
+from mrlhf.trainer.rollouts import Scorer
+
+
+def run(config: EvalConfig) -> None:
+    """Write ``eval.json`` and ``eval_samples.jsonl`` into the output folder; every rank of the job calls this.
+
+    Raises:
+        MrlhfError: anything the user can mend.
+    """
+    models = jobs.read_models(config, roles=("actor", "reference", "reward"))
+    env = jobs.check_inference(config, models, max_response_length=response_limit(config))
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
+    check_vocabulary(config, tokenizer, models["actor"].vocab_size)
+    functions = reward_functions(config)
+    dataset = read_held_out(config, tokenizer, models.values())
+    check_fields(functions, dataset)
+    job = jobs.join(config, models, env)
+    sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
+    reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
+    scorer = Scorer(reward_models, functions, tokenizer, job.groups.mp)
+    actor, reference = jobs.build_policy(job), jobs.build_reference(job)
+    evaluation = build_evaluator(job, actor, reference, scorer, tokenizer, dataset).run()
+    if dist.get_rank() == 0:
+        write_evaluation(evaluation, config.output_dir)
+        print_samples(evaluation.rows[: config.evaluation.samples_shown])
+        print(evaluation.summary())
+        print(f"{len(dataset)} prompts; see {config.output_dir / 'eval.json'} and eval_samples.jsonl beside it")
+    dist.barrier()
+    shutdown()
+
+
+def build_evaluator(
+    job: jobs.PPOJob,
+    actor: PolicyModel,
+    reference: PolicyModel,
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    dataset: PromptDataset,
+) -> Evaluator:
+    """The evaluator of a configuration on models that are there."""
+    config = job.config
+    evaluation = config.evaluation
+    settings = EvaluationSettings(
+        sampling=SamplingParams(evaluation.temperature, evaluation.top_k, evaluation.top_p),
+        samples_per_prompt=evaluation.samples_per_prompt,
+        max_response_length=response_limit(config),
+        slots=config.rollout.batch_size,
+        micro_batch_size=config.inference.micro_batch_size,
+        micro_batch_tokens=config.inference.micro_batch_tokens,
+        pad_to_multiple=job.pad_to_multiple,
+        seed=config.seed,
+    )
+    return Evaluator(
+        actor,
+        reference,
+        scorer,
+        tokenizer,
+        dataset.prompts,
+        settings,
+        stop_ids=stop_ids(config, tokenizer, job.models["actor"].eos_token_ids),
+        device=job.device,
+    )

@@ -1,0 +1,78 @@
+"""What a run reads besides models: the prompts, the tokenizer's ids, the reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from mrlhf.config_schema import PPOConfig, RewardFunctionSource
+from mrlhf.data.prompts import PromptDataset, load_prompts
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import ConfigError
+from mrlhf.model_config import ModelConfig
+from mrlhf.roles.reward import RewardFunction
+
+
+def reward_functions(config: PPOConfig) -> list[tuple[RewardFunction, float]]:
+    """The reward functions of ``reward.sources``, imported, with their weights."""
+    return [
+        (RewardFunction(source.target), source.weight)
+        for source in config.reward.sources
+        if isinstance(source, RewardFunctionSource)
+    ]
+
+
+def check_fields(functions: Sequence[tuple[RewardFunction, float]], *datasets: PromptDataset) -> None:
+    """Refuse functions that cannot take the other fields of the prompt files. Raises `ConfigError`."""
+    fields = {key for dataset in datasets for prompt in dataset.prompts for key in prompt.meta}
+    for function, _ in functions:
+        function.check_fields(fields)
+
+
+def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer or end ids that the actor has no embedding for. Raises `ConfigError`."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the actor's vocabulary is "
+            f"{vocab_size}; use the tokenizer of the actor"
+        )
+    outside = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
+    if outside:
+        raise ConfigError(f"rollout.stop_token_ids: {outside} are outside the actor's vocabulary of {vocab_size}")
+
+
+def read_dataset(config: PPOConfig, tokenizer: Tokenizer, models: Iterable[ModelConfig]) -> PromptDataset:
+    """The prompts as the ``data`` section says; by default as long as the shortest of ``models`` allows."""
+    return _read(config, config.data.prompts, tokenizer, models, config.rollout.max_response_length)
+
+
+def response_limit(config: PPOConfig) -> int:
+    """Longest response of an evaluation, in tokens."""
+    return config.evaluation.max_response_length or config.rollout.max_response_length
+
+
+def read_held_out(config: PPOConfig, tokenizer: Tokenizer, models: Iterable[ModelConfig]) -> PromptDataset:
+    """The prompts of evaluations: at most ``evaluation.max_prompts``."""
+    path = config.evaluation.prompts or config.data.prompts
+    dataset = _read(config, path, tokenizer, models, response_limit(config))
+    return replace(dataset, prompts=dataset.prompts[: config.evaluation.max_prompts])
+
+
+def _read(
+    config: PPOConfig, path: str, tokenizer: Tokenizer, models: Iterable[ModelConfig], response_length: int
+) -> PromptDataset:
+    data = config.data
+    room = min(model.max_position_embeddings for model in models) - response_length
+    return load_prompts(
+        path,
+        tokenizer,
+        max_prompt_length=data.max_prompt_length or room,
+        prompt_key=data.prompt_key,
+        overlong=data.overlong,
+        skip_bad_lines=data.skip_bad_lines,
+    )
+
+
+def stop_ids(config: PPOConfig, tokenizer: Tokenizer, model_ids: tuple[int, ...]) -> list[int]:
+    """Every id that ends a response: the tokenizer's, the model's, and those of the configuration."""
+    return list(dict.fromkeys([*tokenizer.eos_ids, *model_ids, *config.rollout.stop_token_ids]))
