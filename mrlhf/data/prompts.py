@@ -1,23 +1,22 @@
-"""Prompts from JSONL files and the stream of global batches over them."""
+"""Prompts from files and the stream of global batches over them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
-
+from mrlhf.data.records import Fields, check_prompt, field_names, place, read_rows
+from mrlhf.data.stream import ExampleStream
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import DataError, join_problems
+from mrlhf.errors import DataError
 
 T = TypeVar("T")
 Overlong = Literal["error", "drop", "keep_last"]
-SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,12 @@ class Sample:
 def read_prompts(
     path: str | Path, *, prompt_key: str = "prompt", skip_bad_lines: bool = False
 ) -> tuple[list[PromptRecord], int]:
-    """Read a JSONL file: one object a line with the prompt, a string or a list of chat messages, under ``prompt_key``.
+    """Read a JSONL, Parquet or CSV file: one prompt a row, a string or a list of chat messages, under ``prompt_key``.
 
-    Blank lines are passed over. Line numbers in messages are those of the file, blank lines included.
+    See `mrlhf.data.records.read_rows` for the formats and for what the numbers in messages count.
 
     Args:
-        path: the file, UTF-8.
+        path: the file.
         prompt_key: field that holds the prompt; the others become ``meta``.
         skip_bad_lines: count malformed lines instead of failing on them.
 
@@ -86,34 +85,15 @@ def read_prompts(
         the records and the number of malformed lines.
 
     Raises:
-        DataError: no such file, a malformed line (``file:line``, and what was expected), or no prompt at all.
+        DataError: no such file, a malformed line (its place, and what was expected), or no prompt at all.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"{file} does not exist (expected a JSONL file with one prompt a line)")
-    records: list[PromptRecord] = []
-    problems: list[str] = []
-    skipped = 0
-    with file.open("rb") as lines:  # bytes, so that only "\n" ends a line
-        for number, raw in enumerate(lines, start=1):
-            if not raw.strip() or (number == 1 and not raw.removeprefix(b"\xef\xbb\xbf").strip()):
-                continue
-            try:
-                records.append(_parse_line(raw, number, prompt_key))
-            except ValueError as error:
-                skipped += 1
-                if len(problems) < SHOWN_PROBLEMS:
-                    problems.append(f"{file}:{number}: {error}")
-    if problems and not skip_bad_lines:
-        more = f" (the first {SHOWN_PROBLEMS} are shown)" if skipped > len(problems) else ""
-        headline = f"{skipped} malformed line(s) in {file}{more}; data.skip_bad_lines=true passes over them"
-        raise DataError(join_problems(headline, problems))
-    if not records:
-        raise DataError(
-            f"{file} holds no prompt: expected lines such as {_example(prompt_key)}"
-            + (f"; {skipped} malformed line(s) were skipped" if skipped else "")
-        )
-    return records, skipped
+    return read_rows(
+        path,
+        partial(_parse, prompt_key=prompt_key),
+        noun="prompt",
+        expected=f'{{"{prompt_key}": "..."}}',
+        skip_bad_lines=skip_bad_lines,
+    )
 
 
 def encode_prompts(
@@ -148,14 +128,14 @@ def encode_prompts(
     dropped = truncated = 0
     digest = hashlib.sha256()
     for record in records:
-        text = record.prompt if isinstance(record.prompt, str) else tokenizer.render(record.prompt)
+        text = record.prompt if isinstance(record.prompt, str) else _render(record, tokenizer, source)
         ids = tokenizer.encode(text)
         if not ids:
-            raise DataError(f"{source}:{record.line}: the prompt has no token")
+            raise DataError(f"{place(source, record.line)}: the prompt has no token")
         if len(ids) > max_prompt_length:
             if overlong == "error":
                 raise DataError(
-                    f"{source}:{record.line}: the prompt has {len(ids)} tokens, data.max_prompt_length is "
+                    f"{place(source, record.line)}: the prompt has {len(ids)} tokens, data.max_prompt_length is "
                     f"{max_prompt_length}; raise it, or set data.overlong to drop or keep_last"
                 )
             if overlong == "drop":
@@ -164,13 +144,21 @@ def encode_prompts(
             truncated += 1
             ids = ids[-max_prompt_length:]
             text = tokenizer.decode(ids, skip_special_tokens=False)
-        digest.update(json.dumps([record.prompt, record.meta], sort_keys=True).encode())
+        digest.update(json.dumps([record.prompt, record.meta], sort_keys=True, default=str).encode())
         prompts.append(Prompt(ids, text, record.meta, record.line))
     if not prompts:
         raise DataError(
             f"{source}: all {len(records)} prompts are longer than data.max_prompt_length={max_prompt_length}"
         )
     return PromptDataset(prompts, digest.hexdigest(), skipped, dropped, truncated)
+
+
+def _render(record: PromptRecord, tokenizer: Tokenizer, source: str | Path) -> str:
+    assert not isinstance(record.prompt, str)
+    try:
+        return tokenizer.render(record.prompt)
+    except DataError as error:
+        raise DataError(f"{place(source, record.line)}: {error}") from error
 
 
 def load_prompts(
@@ -190,10 +178,9 @@ def load_prompts(
 
 
 class PromptStream:
-    """Endless global batches of prompts, the same on every rank and under every parallel layout.
+    """Endless global batches of prompts: an `ExampleStream` with several samples of each prompt.
 
-    Epochs follow each other without a gap (a batch may span two), each in its own order, which depends on the seed and
-    the epoch alone. A prompt's ``group_id`` is its position in the stream, so it never repeats.
+    A prompt's ``group_id`` is its position in the stream, so it never repeats.
 
     Args:
         dataset: at least one prompt.
@@ -212,70 +199,43 @@ class PromptStream:
         samples_per_prompt: int = 1,
         shuffle: bool = True,
     ):
-        if not dataset.prompts:
-            raise ValueError("a prompt stream needs at least one prompt")
-        if batch_size < 1 or samples_per_prompt < 1:
-            raise ValueError(f"batch_size={batch_size} and samples_per_prompt={samples_per_prompt} must be at least 1")
+        if samples_per_prompt < 1:
+            raise ValueError(f"samples_per_prompt={samples_per_prompt} must be at least 1")
         self.dataset = dataset
-        self.seed = seed
-        self.batch_size = batch_size
         self.samples_per_prompt = samples_per_prompt
-        self.shuffle = shuffle
-        self.position = 0
-        self._order: tuple[int, list[int]] | None = None
+        self._prompts = ExampleStream(
+            dataset.prompts, dataset.fingerprint, seed=seed, batch_size=batch_size, shuffle=shuffle, noun="prompt"
+        )
 
     @property
     def epoch(self) -> int:
         """Complete passes over the data set so far."""
-        return self.position // len(self.dataset)
+        return self._prompts.epoch
+
+    @property
+    def position(self) -> int:
+        """Prompts given out so far."""
+        return self._prompts.position
 
     def __iter__(self) -> Iterator[list[Sample]]:
         return self
 
     def __next__(self) -> list[Sample]:
         """The next global batch: ``batch_size * samples_per_prompt`` samples, in stream order."""
-        samples: list[Sample] = []
-        for group_id in range(self.position, self.position + self.batch_size):
-            prompt = self.dataset.prompts[self.index(group_id)]
-            first = group_id * self.samples_per_prompt
-            samples.extend(Sample(first + k, group_id, prompt) for k in range(self.samples_per_prompt))
-        self.position += self.batch_size
-        return samples
-
-    def index(self, position: int) -> int:
-        """Which prompt of the data set stands at ``position`` of the stream."""
-        epoch, offset = divmod(position, len(self.dataset))
-        if not self.shuffle:
-            return offset
-        if self._order is None or self._order[0] != epoch:
-            mixed = hashlib.sha256(f"prompt order {self.seed} {epoch}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(mixed[:8], "little") >> 1)
-            self._order = (epoch, torch.randperm(len(self.dataset), generator=generator).tolist())
-        return self._order[1][offset]
+        start, count = self._prompts.position, self.samples_per_prompt
+        return [
+            Sample(group_id * count + k, group_id, prompt)
+            for group_id, prompt in enumerate(next(self._prompts), start=start)
+            for k in range(count)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor: plain numbers and strings."""
-        return {
-            "position": self.position,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "fingerprint": self.dataset.fingerprint,
-        }
+        return self._prompts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved stream stood, in its order; over another data set start at 0 with a warning."""
-        if state["fingerprint"] != self.dataset.fingerprint:
-            warnings.warn("the prompts are not those of the checkpoint: starting at the first one", stacklevel=2)
-            self.position = 0
-            return
-        if (state["seed"], state["shuffle"]) != (self.seed, self.shuffle):
-            warnings.warn(
-                f"going on in the prompt order of the checkpoint (seed {state['seed']}, shuffle {state['shuffle']}), "
-                f"not in that of the configuration (seed {self.seed}, shuffle {self.shuffle})",
-                stacklevel=2,
-            )
-        self.seed, self.shuffle, self.position = int(state["seed"]), bool(state["shuffle"]), int(state["position"])
-        self._order = None
+        self._prompts.load_state_dict(state)
 
 
 def shard(samples: Sequence[T], rank: int, size: int, *, samples_per_prompt: int = 1) -> list[T]:
@@ -294,50 +254,8 @@ def shard(samples: Sequence[T], rank: int, size: int, *, samples_per_prompt: int
     return list(samples[rank * share : (rank + 1) * share])
 
 
-def _parse_line(raw: bytes, number: int, prompt_key: str) -> PromptRecord:
-    try:
-        text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from error
-    try:
-        item = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"not valid JSON at column {error.colno} ({error.msg}), expected {_example(prompt_key)}"
-        ) from None
-    if not isinstance(item, dict):
-        raise ValueError(f"not an object but {_kind(item)}, expected {_example(prompt_key)}")
-    try:
-        json.dumps(item, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        # JSON may spell half of a character outside the basic plane; tokenizers and files refuse it much later.
-        raise ValueError(f"holds half of a surrogate pair, {ascii(error.object[error.start])}") from None
+def _parse(item: Fields, number: int, prompt_key: str) -> PromptRecord:
     if prompt_key not in item:
-        found = ", ".join(map(repr, item)) or "none"
-        raise ValueError(f"no field {prompt_key!r} (data.prompt_key); the fields are: {found}")
-    prompt = item.pop(prompt_key)
-    if isinstance(prompt, list):
-        _check_messages(prompt, prompt_key)
-    elif not isinstance(prompt, str):
-        raise ValueError(f"{prompt_key!r} is {_kind(prompt)}, expected a string or a list of chat messages")
-    elif not prompt:
-        raise ValueError(f"{prompt_key!r} is an empty string")
+        raise ValueError(f"no field {prompt_key!r} (data.prompt_key); the fields are: {field_names(item)}")
+    prompt = check_prompt(item.pop(prompt_key), prompt_key)
     return PromptRecord(prompt, item, number)
-
-
-def _check_messages(messages: list[Any], key: str) -> None:
-    if not messages:
-        raise ValueError(f"{key!r} is an empty list, expected at least one chat message")
-    for i, message in enumerate(messages):
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
-            expected = '{"role": "user", "content": "..."}'
-            raise ValueError(f"{key}[{i}] is not a chat message, expected {expected}, found {message!r:.80}")
-
-
-def _kind(item: Any) -> str:
-    names = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(item), "a number")
-
-
-def _example(prompt_key: str) -> str:
-    return f'{{"{prompt_key}": "..."}}'
