@@ -32,6 +32,7 @@ from mrlhf.rollout.sampling import SamplingParams, sample_tokens
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
 from mrlhf.trainer.recording import Recording, read_recording, strip_left_padding
+from mrlhf.trainer.recording_schema import check_recorded
 from mrlhf.trainer.settings import shaping_settings, update_settings
 from mrlhf.trainer.updates import Updater
 from mrlhf.types import RolloutBatch
@@ -122,7 +123,9 @@ def replay(recording: Recording, overrides: list[str]) -> tuple[Report, str]:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     config = recording.config(overrides)
-    replayer = _Replay(recording, jobs.start_job(config, jobs.read_models(config)))
+    models = jobs.read_models(config)
+    check_recorded(recording.expected, recording.folder / "expected.json", vocab_size=models["actor"].vocab_size)
+    replayer = _Replay(recording, jobs.start_job(config, models))
     replayer.run()
     return replayer.report, replayer.job.sizes.describe()
 

@@ -14,7 +14,11 @@ from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import ParallelConfig
 from mrlhf.errors import DataError
 from mrlhf.rl import Semantics
+from mrlhf.trainer.recording_schema import check_recorded
 from mrlhf.types import RolloutBatch
+
+ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "clip_grad": 1.0, "lr_schedule": "constant"}
+"""The optimizer of every recording."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Recording:
             "optimizer.actor.lr": s["actor_lr"],
             "optimizer.critic.lr": s["critic_lr"],
             "trainer.iterations": s["num_rollouts"],
+            # Not options: what every recording was made with (its entry "optimizer" says so in words).
+            **{f"optimizer.{role}.{key}": value for role in ("actor", "critic") for key, value in ADAM.items()},
         }
         if self.semantics == "deepspeed_chat":
             base["ppo.ds_group_size"] = s["ds_group_size"]
@@ -111,9 +117,9 @@ def read_recording(folder: Path, semantics: str | None = None) -> Recording:
         raise DataError(f"{path} does not exist; a recording holds actor/, reward/ and expected.json") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-    for key in ("config", "greedy", "probe", "rollouts", "final"):
-        if key not in expected:
-            raise DataError(f"{path}: the key {key!r} is missing")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    check_recorded(expected, path)
     chosen = semantics or expected.get("semantics")
     if chosen is None:
         chosen = "deepspeed_chat" if folder.resolve().name.startswith(("ds_chat", "deepspeed_chat")) else None

@@ -11,6 +11,7 @@ import torch
 
 from mrlhf.errors import DataError
 from mrlhf.trainer.recording import Recording, read_recording, strip_left_padding
+from mrlhf.trainer.recording_schema import check_recorded
 
 SETTINGS: dict[str, Any] = {
     "prompt_length": 3, "pad_token_id": 0, "eos_token_id": 2, "max_response_length": 4,
@@ -80,7 +81,7 @@ def test_folders_that_are_no_recording(folder: Path, tmp_path: Path) -> None:
     path = folder / "expected.json"
     whole = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in whole.items() if k != "probe"}))
-    with pytest.raises(DataError, match=r"expected.json: the key 'probe' is missing"):
+    with pytest.raises(DataError, match=r"(?s)expected.json.*probe: Field required"):
         read_recording(folder, "standard")
     path.write_text('{\n"config": }')
     with pytest.raises(DataError, match=r"expected.json:2: not valid JSON"):
@@ -99,3 +100,53 @@ def test_the_recorded_settings_become_a_configuration(data_folder: Path) -> None
     assert config.ppo.kl_coef == recording.settings["kl_ctl"]
     assert config.semantics == "deepspeed_chat"
     assert config.critic_path.endswith("reward")
+
+
+def _spoil(expected: dict[str, Any], *keys: Any, value: Any = None) -> None:
+    """Set, or without a value delete, the entry at ``keys``."""
+    place = expected
+    for key in keys[:-1]:
+        place = place[key]
+    if value is None:
+        del place[keys[-1]]
+    else:
+        place[keys[-1]] = value
+
+
+SPOILED = {
+    "no-values": (("rollouts", 1, "values"), None, r"rollouts\[1\].values: Field required"),
+    "row-missing": (("rollouts", 0, "sequences", 7), None, r"rollouts\[0\].sequences: 7 entries, expected 8"),
+    "narrow-row": (("rollouts", 2, "logprobs", 3, 0), None, r"rollouts\[2\].logprobs\[3\]: 11 entries, expected 12"),
+    "no-rate": (("config", "actor_lr"), None, r"config.actor_lr: Field required"),
+    "rate-in-words": (("config", "critic_lr"), "high", r"config.critic_lr: .*number"),
+    "update-missing": (("rollouts", 0, "updates", 3), None, r"rollouts\[0\].updates: 3 entries, expected 4"),
+    "no-norms": (("final", "critic_weight_norms"), None, r"final.critic_weight_norms: Field required"),
+    "rollout-missing": (("rollouts", 2), None, r"rollouts: 2 entries, config.num_rollouts is 3"),
+    "probe-width": (("probe", "input_ids", 1, 0), None, r"probe.input_ids\[1\]: 10 entries, expected 11"),
+    "loss-nan": (
+        ("rollouts", 0, "updates", 0, "actor_loss"),
+        "nan",
+        r"rollouts\[0\].updates\[0\].actor_loss: .*finite",
+    ),
+    "negative-token": (("greedy", "prompts", 0, 0), -1, r"greedy.prompts\[0\]\[0\]: .*greater than or equal to 0"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_an_incomplete_recording_is_refused_by_key(folder: Path, name: str) -> None:
+    keys, value, message = SPOILED[name]
+    path = folder / "expected.json"
+    expected = json.loads(path.read_text())
+    _spoil(expected, *keys, value=value)
+    path.write_text(json.dumps(expected))
+    with pytest.raises(DataError, match=f"expected.json is not a complete recording(?s:.*){message}"):
+        read_recording(folder, "standard")
+
+
+def test_token_ids_beyond_the_vocabulary(folder: Path) -> None:
+    path = folder / "expected.json"
+    expected = json.loads(path.read_text())
+    check_recorded(expected, path, vocab_size=97)
+    _spoil(expected, "greedy_with_eos", "prompts", 0, 3, value=97)
+    with pytest.raises(DataError, match=r"greedy_with_eos.prompts holds the token id 97; the actor's vocabulary is 97"):
+        check_recorded(expected, path, vocab_size=97)
