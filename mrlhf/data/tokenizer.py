@@ -36,6 +36,10 @@ class Backend(Protocol):
         """Ids of ``text`` without the prefix; special tokens written out in the text become their ids."""
         ...
 
+    def encode_inside(self, text: str) -> list[int]:
+        """As `encode`, for text that goes on after other text: no dummy prefix."""
+        ...
+
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ``ids``."""
         ...
@@ -73,6 +77,9 @@ class HuggingFaceBackend:
         self.prefix: list[int] = whole[:start]
         # Metaspace takes a leading space for the dummy prefix that SentencePiece puts before every text, spaces or not.
         self._loses_space = self._bare(" a") == probe != self._bare("  a")
+        # Text after which nothing is put before the next one: a special token, for most families.
+        anchors = (self.tokenizer.eos_token, self.tokenizer.bos_token, "\n")
+        self._anchor = next((a for a in anchors if a and self.pieces(self._after(a, "a")) == ["a"]), "")
 
     def _bare(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -81,6 +88,13 @@ class HuggingFaceBackend:
     def encode(self, text: str) -> list[int]:
         """See `Backend`; a leading space counts, as in SentencePiece."""
         return self._bare(" " + text if self._loses_space and text.startswith(" ") else text)
+
+    def _after(self, anchor: str, text: str) -> list[int]:
+        return self._bare(anchor + text)[len(self._bare(anchor)) if anchor else 0 :]
+
+    def encode_inside(self, text: str) -> list[int]:
+        """See `Backend`."""
+        return self._after(self._anchor, text)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """See `Backend`."""
@@ -130,8 +144,14 @@ class SentencePieceBackend:
 
     def encode(self, text: str) -> list[int]:
         """See `Backend`."""
+        return self._encode(text, first=True)
+
+    def encode_inside(self, text: str) -> list[int]:
+        """See `Backend`."""
+        return self._encode(text, first=False)
+
+    def _encode(self, text: str, first: bool) -> list[int]:
         ids: list[int] = []
-        first = True
         while text:
             found = [(at, -len(piece), piece) for piece in self._control if (at := text.find(piece)) >= 0]
             cut, _, piece = min(found, default=(len(text), 0, ""))
@@ -188,6 +208,7 @@ class Tokenizer:
         path: where it was read from.
         vocab_size: number of ids the tokenizer knows (a model may have more rows).
         bos_id: id of the beginning-of-sequence token, None where there is none.
+        eos_id: the id that ends a text which is learned: the tokenizer's own, else the first of ``eos_ids``, else None.
         eos_ids: every id that ends a response: those of ``generation_config.json``, ``config.json`` and the tokenizer.
         pad_id: the padding id; may equal an end id.
         chat_template: Jinja source or None.
@@ -213,11 +234,36 @@ class Tokenizer:
         if not self.eos_ids and not (pad is not None and 0 <= pad < rows):
             raise DataError(f"tokenizer.path: {path} defines neither an end-of-sequence token nor a pad token")
         own = [i for i in self.eos_ids if i == backend.eos_id]
-        self.pad_id = resolve_pad_id(pad, rows, next(iter(own + self.eos_ids), 0))
+        self.eos_id: int | None = next(iter(own + self.eos_ids), None)
+        self.pad_id = resolve_pad_id(pad, rows, self.eos_id or 0)
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` with exactly one BOS in front where the model family uses one, never an EOS at the end."""
         return self._with_prefix(self.backend.encode(text))
+
+    def extend(self, ids: Sequence[int], text: str, more: str) -> list[int]:
+        """Ids of ``text`` and then ``more`` that begin with ``ids``, those of ``text`` alone.
+
+        These are the ids of the whole, except where a token would span the seam: there ``more`` gets its own, as when a
+        model goes on from ``ids``.
+        """
+        whole = self.encode(text + more)
+        return whole if whole[: len(ids)] == list(ids) else [*ids, *self.backend.encode_inside(more)]
+
+    def finish(self, ids: Sequence[int]) -> list[int]:
+        """``ids`` with exactly one end id after them: appended unless they end with one.
+
+        Raises:
+            DataError: the tokenizer has no end id.
+        """
+        if ids and ids[-1] in self.eos_ids:
+            return list(ids)
+        if self.eos_id is None:
+            raise DataError(
+                f"tokenizer.path: {self.path} defines no end-of-sequence token, so no response could learn to end; set "
+                "eos_token in its tokenizer_config.json"
+            )
+        return [*ids, self.eos_id]
 
     def encode_messages(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Ids of chat messages, as the chat template writes them; one BOS, whether or not the template has it too.

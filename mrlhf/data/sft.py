@@ -1,0 +1,192 @@
+"""Examples for supervised fine-tuning: which tokens a row has, and which of them are learned."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from mrlhf.data.conversations import encode_answer, encode_conversation, encode_text
+from mrlhf.data.records import Fields, check_messages, check_prompt, check_text, field_names, kind, place, read_rows
+from mrlhf.data.stream import ExampleSet
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import DataError
+from mrlhf.types import RolloutBatch
+
+LearnOn = Literal["response", "all"]
+Overlong = Literal["error", "drop", "truncate"]
+EXPECTED = '{"prompt": "...", "response": "..."}, {"messages": [...]} or {"text": "..."}'
+
+
+@dataclass(frozen=True)
+class SFTRecord:
+    """One row of a file: ``messages``, or ``prompt`` and ``response``, or ``response`` alone for plain text."""
+
+    line: int
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[dict[str, Any]] | None = None
+    response: str = ""
+
+
+@dataclass(frozen=True)
+class SFTExample:
+    """One row as it is trained on.
+
+    Attributes:
+        ids: its tokens.
+        learned: for each token, whether it is a target of the loss; the first one never is.
+        line: where it stood in its file.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    line: int
+
+
+def load_sft(
+    paths: str | Path | Sequence[str | Path],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    learn_on: LearnOn = "response",
+    overlong: Overlong = "error",
+    skip_bad_lines: bool = False,
+    prompt_key: str = "prompt",
+    response_key: str = "response",
+) -> ExampleSet[SFTExample]:
+    """Read rows of JSONL, Parquet or CSV files as token ids.
+
+    A row has ``messages`` (chat), or a prompt (text or messages) and a response, or ``text``; the first of these that
+    it has counts, other fields are left alone. The response, and plain text, end with exactly one end id, which is
+    learned; where the chat template ends a turn with an end id, that one.
+
+    Args:
+        paths: one file or several, read in order.
+        tokenizer: of the model that is trained.
+        max_length: tokens of a row, the end id included.
+        learn_on: ``response``: what the assistant says, in every turn; ``all``: every token. Plain text is all learned.
+        overlong: what happens to a longer row: ``error``, ``drop``, or ``truncate`` to keep its first tokens.
+        skip_bad_lines: count malformed rows instead of failing on them.
+        prompt_key: field of the prompt.
+        response_key: field of the response.
+
+    Returns:
+        the examples; ``dropped`` counts also truncated rows without any learned token left.
+
+    Raises:
+        DataError: a file or a row cannot be used; the message names its place.
+        ValueError: an unknown ``learn_on`` or ``overlong``.
+    """
+    for name, value, choices in (("learn_on", learn_on, LearnOn), ("overlong", overlong, Overlong)):
+        if value not in get_args(choices):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
+    tokenizer.finish([])
+    examples: list[SFTExample] = []
+    skipped = dropped = truncated = 0
+    parse = partial(_parse, prompt_key=prompt_key, response_key=response_key)
+    for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        records, bad = read_rows(path, parse, noun="example", expected=EXPECTED, skip_bad_lines=skip_bad_lines)
+        skipped += bad
+        if any(r.messages is not None or isinstance(r.prompt, list) for r in records):
+            tokenizer.require_chat_template()
+        for record in records:
+            where = place(path, record.line)
+            try:
+                example = _encode(record, tokenizer, learn_on)
+            except (ValueError, DataError) as error:
+                if not skip_bad_lines:
+                    raise DataError(f"{where}: {error}") from error
+                skipped += 1
+                continue
+            if len(example.ids) > max_length:
+                if overlong == "error":
+                    raise DataError(
+                        f"{where}: the row has {len(example.ids)} tokens, data.max_length is {max_length}; raise it, "
+                        "or set data.overlong to drop or truncate"
+                    )
+                if overlong == "drop":
+                    dropped += 1
+                    continue
+                example = SFTExample(example.ids[:max_length], example.learned[:max_length], record.line)
+                truncated += any(example.learned)
+            if not any(example.learned):
+                dropped += 1
+                continue
+            examples.append(example)
+    if not examples:
+        raise DataError(
+            f"{paths}: no row is left: {dropped} are longer than data.max_length={max_length}, {skipped} are malformed"
+        )
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(f"{example.ids} {example.learned}\n".encode())
+    return ExampleSet(examples, digest.hexdigest(), skipped, dropped, truncated)
+
+
+def sft_batch(
+    examples: Sequence[SFTExample], *, pad_id: int, pad_to_multiple: int = 1, first_id: int = 0
+) -> RolloutBatch:
+    """Lay examples out as rows, right-padded.
+
+    Args:
+        examples: ``B`` of them.
+        pad_id: fills what is left of each row; may be an end id, since the masks come from the examples.
+        pad_to_multiple: the width ``S`` is rounded up to it.
+        first_id: sample id of the first row; the others follow.
+
+    Returns:
+        a batch whose ``response_mask`` ``[B, S-1]`` marks the learned tokens; the prompt of a row is what stands before
+        the first of them.
+    """
+    starts = [next((i for i, flag in enumerate(e.learned) if flag), len(e.ids)) for e in examples]
+    batch = RolloutBatch.from_sequences(
+        [e.ids[:start] for e, start in zip(examples, starts, strict=True)],
+        [e.ids[start:] for e, start in zip(examples, starts, strict=True)],
+        pad_id=pad_id,
+        pad_to_multiple=pad_to_multiple,
+        sample_ids=range(first_id, first_id + len(examples)),
+    )
+    mask = torch.zeros(batch.size, batch.width - 1, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        mask[row, : len(example.ids) - 1] = torch.tensor(example.learned[1:], dtype=torch.bool)
+    return batch.replace(response_mask=mask)
+
+
+def _parse(item: Fields, number: int, prompt_key: str, response_key: str) -> SFTRecord:
+    present = {key: value for key, value in item.items() if value is not None}
+    if "messages" in present:
+        messages = present["messages"]
+        if not isinstance(messages, list):
+            raise ValueError(f"'messages' is {kind(messages)}, expected a list of chat messages")
+        check_messages(messages, "messages")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("'messages' has no message from the assistant, so there is nothing to learn")
+        return SFTRecord(number, messages=messages)
+    if prompt_key in present and response_key in present:
+        prompt = check_prompt(present[prompt_key], prompt_key)
+        return SFTRecord(number, prompt=prompt, response=check_text(present[response_key], response_key))
+    if "text" in present:
+        return SFTRecord(number, response=check_text(present["text"], "text"))
+    raise ValueError(f"expected {EXPECTED}; the fields are: {field_names(present)}")
+
+
+def _encode(record: SFTRecord, tokenizer: Tokenizer, learn_on: LearnOn) -> SFTExample:
+    if record.messages is not None and learn_on == "response":
+        ids, learned = encode_conversation(tokenizer, record.messages)
+    elif record.messages is not None:
+        ids = encode_text(tokenizer, tokenizer.render(record.messages, add_generation_prompt=False))
+        learned = [True] * len(ids)
+    elif record.prompt is not None:
+        prompt, response = encode_answer(tokenizer, record.prompt, record.response)
+        if not prompt:
+            raise ValueError("the prompt has no token")
+        ids, learned = prompt + response, [learn_on == "all"] * len(prompt) + [True] * len(response)
+    else:
+        ids = encode_text(tokenizer, record.response)
+        learned = [True] * len(ids)
+    return SFTExample(ids, [False, *learned[1:]], record.line)
