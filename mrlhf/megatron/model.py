@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrlhf.megatron import device
@@ -164,6 +165,7 @@ def build_model(
     initialize: bool = False,
     trainable: bool = True,
     value_bias: bool = False,
+    masked: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's stages, on its device, in evaluation mode.
 
@@ -178,6 +180,7 @@ def build_model(
             a checkpoint is loaded.
         trainable: whether parameters require gradients.
         value_bias: whether a value head has a bias.
+        masked: whether the model will be given attention masks (see `mrlhf.megatron.spec.choose_parts`).
 
     Returns:
         One stage, or one for each virtual pipeline stage in order.
@@ -189,7 +192,8 @@ def build_model(
     for stage in range(virtual or 1):
         first = pp_rank == 0 and stage == 0
         last = pp_rank == pp_size - 1 and stage == (virtual or 1) - 1
-        chunk = _build_stage(model, config, groups, head, first, last, stage if virtual else None)
+        spec = block_spec(config, pp_rank, stage if virtual else None, masked=masked)
+        chunk = _build_stage(model, config, groups, spec, head, first, last, stage if virtual else None)
         if last:
             _replace_head(chunk, model, config, groups, head, value_bias)
         _mark_sharded(chunk)
@@ -202,6 +206,7 @@ def _build_stage(
     model: ModelConfig,
     config: TransformerConfig,
     groups: ProcessGroupCollection,
+    spec: TransformerBlockSubmodules,
     head: Head,
     first: bool,
     last: bool,
@@ -211,7 +216,7 @@ def _build_stage(
     tied = model.tie_word_embeddings and head == "lm"
     stage = stage_class(
         config=config,
-        transformer_layer_spec=block_spec(config, groups.pp.rank(), vp_stage),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(model.vocab_size, groups.tp.size()),
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,

@@ -57,18 +57,19 @@ def _found(module: str) -> bool:
         return False
 
 
-def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool, half: bool) -> Parts:
+def choose_parts(*, cuda: bool, transformer_engine: bool, apex: bool, half: bool, masked: bool = False) -> Parts:
     """Decide from what is there; pure, so that every combination is tested without the packages.
 
     Transformer Engine computes fp32 products in TF32 and has no fused attention for them, so it is for ``half``
-    (bf16 and fp16) models only; an fp32 run is asked for to be exact.
+    (bf16 and fp16) models only; an fp32 run is asked for to be exact. Its causal attention takes no mask, so a model
+    that gets one (``masked``) has Megatron's own layers.
     """
-    if cuda and transformer_engine and half:
+    if cuda and transformer_engine and half and not masked:
         return Parts("transformer_engine", "transformer_engine", "transformer_engine")
     return Parts("local", "sdpa", "apex" if cuda and apex else "torch")
 
 
-def available_parts(dtype: torch.dtype) -> Parts:
+def available_parts(dtype: torch.dtype, *, masked: bool = False) -> Parts:
     """`choose_parts` for this machine and a model of this dtype."""
     cuda = device.has_cuda()
     return choose_parts(
@@ -76,12 +77,15 @@ def available_parts(dtype: torch.dtype) -> Parts:
         transformer_engine=cuda and has_transformer_engine(),
         apex=cuda and has_apex(),
         half=dtype in (torch.bfloat16, torch.float16),
+        masked=masked,
     )
 
 
-def block_spec(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one stage, each with `CachedSelfAttention`, and its final norm."""
-    parts = available_parts(config.params_dtype)
+def block_spec(
+    config: TransformerConfig, pp_rank: int, vp_stage: int | None, *, masked: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers of one stage, each with `CachedSelfAttention`, and its final norm; ``masked`` as `choose_parts`."""
+    parts = available_parts(config.params_dtype, masked=masked)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     if parts.layers == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec()

@@ -114,3 +114,8 @@ def test_local_layers_of_a_stage(normalization: str) -> None:
         assert layer.pre_mlp_layernorm is TorchNorm
         assert layer.self_attention.module is CachedSelfAttention
         assert layer.self_attention.submodules.core_attention is SDPAttention
+
+
+def test_a_model_that_gets_attention_masks_has_no_transformer_engine() -> None:
+    parts = choose_parts(cuda=True, transformer_engine=True, apex=False, half=True, masked=True)
+    assert (parts.layers, parts.attention) == ("local", "sdpa")
