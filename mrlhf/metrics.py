@@ -1,14 +1,14 @@
 """Adds up metrics and writes them: JSON lines, TensorBoard, Weights & Biases.
 
-Only rank 0 builds writers. Values are put together over ranks first, by a collective in which all ranks take part:
-``state()`` of each rank is gathered, ``MetricAccumulator.from_states`` merges.
+Only rank 0 builds writers. Values are put together over ranks first, by a collective in which all ranks take part
+(`mrlhf.parallel.collectives.all_reduce_metrics`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -18,12 +18,11 @@ from mrlhf.types import Metric, merge_metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-State = dict[str, tuple[str, float, float]]
 Scalar = float | int | str | None
 
 
 class MetricAccumulator:
-    """Named metrics that grow part by part. Tensors stay on their device until `state` or `results` is asked for."""
+    """Named metrics that grow part by part. Tensors stay on their device until `results` is asked for."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -44,19 +43,6 @@ class MetricAccumulator:
     def min(self, name: str, value: float | Tensor) -> None:
         """Keep the smallest value; NaN wins over all."""
         self.add({name: Metric("min", value, 1)})
-
-    def state(self) -> State:
-        """Plain numbers that can be pickled: name -> (reduction, value, count)."""
-        return {name: (m.reduction, float(m.value), float(m.count)) for name, m in self._metrics.items()}
-
-    @classmethod
-    def from_states(cls, states: Iterable[State]) -> MetricAccumulator:
-        """The metrics of several ranks together; a name may be missing on some."""
-        merged = cls()
-        for state in states:
-            # float64: sums over many tokens would lose digits as float32 tensors.
-            merged.add({name: _metric(*entry) for name, entry in state.items()})
-        return merged
 
     def metrics(self) -> dict[str, Metric]:
         """What has been added up so far, by name."""
@@ -187,9 +173,3 @@ def open_writers(
     if tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard"))
     return Writers([*writers, *optional])
-
-
-def _metric(reduction: Any, value: float, count: float) -> Metric:
-    import torch
-
-    return Metric(reduction, torch.tensor(value, dtype=torch.float64), torch.tensor(count, dtype=torch.float64))

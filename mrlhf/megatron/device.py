@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import random
 import re
 import types
 from collections.abc import Callable
@@ -122,16 +123,20 @@ def install() -> None:
     _use_torch_optimizers()
 
 
-def seed_rng_tracker(seed: int, tp_rank: int) -> None:
+def seed_rng_tracker(seed: int, tp_rank: int, *, pp_rank: int = 0, dp_rank: int = 0) -> None:
     """Seed Megatron's RNG states (dropout; sequence parallelism enters them even without dropout).
 
     Args:
         seed: one number for the run, the same on every rank.
         tp_rank: this rank's place in its tensor group.
+        pp_rank: its pipeline stage; every stage has its own dropout.
+        dp_rank: its replica; likewise.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    # Mixed, since seeds that are far apart for Megatron's offsets may be neighbours for the user.
+    mixed = random.Random(f"{seed} {pp_rank} {dp_rank}").getrandbits(31)
+    model_parallel_cuda_manual_seed(mixed, tp_rank=tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True)
 
 
 def _use_torch_optimizers() -> None:

@@ -24,13 +24,6 @@ def group_device(group: Group = None) -> torch.device:
     return torch.device("cpu")
 
 
-def any_rank(flag: bool, group: Group = None) -> bool:
-    """True on every rank if ``flag`` is true on any."""
-    value = torch.tensor([int(flag)], dtype=torch.int32, device=group_device(group))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
-
-
 def all_gather_objects(item: Any, group: Group = None) -> list[Any]:
     """Every rank's picklable object, in rank order."""
     items: list[Any] = [None] * dist.get_world_size(group)
@@ -140,25 +133,6 @@ def broadcast_from_last_stage(
         assert tensor is not None
         return tensor.detach()
     return buffer.to(dtype)
-
-
-def broadcast_dict_from_last_stage(
-    tensors: Mapping[str, Tensor] | None,
-    specification: Mapping[str, tuple[Sequence[int], torch.dtype]],
-    pp_group: Group,
-) -> dict[str, Tensor]:
-    """`broadcast_from_last_stage` for several named tensors.
-
-    Args:
-        tensors: on the last stage, at least the names of ``specification``; ignored on the others.
-        specification: name -> (shape, dtype), the same on all stages in the same order.
-        pp_group: the pipeline group.
-    """
-    given = tensors or {}
-    return {
-        name: broadcast_from_last_stage(given.get(name), shape, dtype, pp_group)
-        for name, (shape, dtype) in specification.items()
-    }
 
 
 def global_rank(group: Group, rank: int) -> int:

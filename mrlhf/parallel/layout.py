@@ -79,14 +79,6 @@ class RankGrid:
             members.setdefault(outside, []).append(rank)
         return list(members.values())
 
-    def group_of(self, kind: GroupKind, rank: int) -> list[int]:
-        """The group of a kind that ``rank`` belongs to. Raises `ConfigError` when there is none."""
-        self.coordinates(rank)
-        for ranks in self.groups(kind):
-            if rank in ranks:
-                return ranks
-        raise ConfigError(f"rank {rank} is in no {kind} group of {self.sizes.describe()}")
-
 
 def data_parallel_slice(rows: int, dp_rank: int, dp_size: int) -> slice:
     """The consecutive rows of one data-parallel rank. Raises `ConfigError` when they do not divide evenly."""

@@ -156,6 +156,24 @@ def _tracker() -> bool:
     return torch.equal(after, expected) and not torch.equal(inside, again) and not torch.equal(inside, expected)
 
 
+def _dropout_streams() -> list[tuple[float, ...]]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    device.install()
+    drawn = []
+    for tp, pp, dp in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+        device.seed_rng_tracker(5, tp, pp_rank=pp, dp_rank=dp)
+        with get_cuda_rng_tracker().fork():
+            drawn.append(tuple(torch.rand(3).tolist()))
+    return drawn
+
+
+def test_every_rank_has_its_own_dropout_and_the_same_again() -> None:
+    drawn = in_new_process(_dropout_streams)
+    assert len(set(drawn)) == 4
+    assert drawn[0] == drawn[4]
+
+
 def test_the_rng_tracker_leaves_the_generator_as_it_was() -> None:
     assert in_new_process(_tracker)
 

@@ -28,24 +28,6 @@ def test_parts_of_unequal_size_weigh_by_their_count() -> None:
     assert metrics.results() == {"loss": 1.0, "policy/ratio": 1.5, "low": 0.25}
 
 
-def test_ranks_merge_and_may_lack_names() -> None:
-    ranks = []
-    for rank in range(3):
-        metrics = MetricAccumulator()
-        metrics.mean("loss", float(rank), 1 + rank)
-        metrics.max("peak", 10.0 - rank)
-        if rank == 2:
-            metrics.mean("only", 4.0, 2)
-        ranks.append(json.loads(json.dumps(metrics.state())))  # plain numbers, so that they can travel
-    merged = MetricAccumulator.from_states(ranks)
-    assert merged.results() == {"loss": 0.5, "peak": 10.0, "only": 2.0}
-
-
-def test_sums_over_ranks_keep_double_precision() -> None:
-    states = [{"tokens": ("mean", float(2**24), 1.0)}, {"tokens": ("mean", 1.0, 0.0)}]
-    assert MetricAccumulator.from_states(states).results()["tokens"] == 2**24 + 1  # float32 would lose the 1
-
-
 def test_nan_surfaces_and_empty_is_nan() -> None:
     metrics = MetricAccumulator()
     for value in (1.0, math.nan, 2.0):
