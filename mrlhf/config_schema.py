@@ -171,6 +171,9 @@ class TrainerConfig(OutputConfig):
     iterations: PositiveInt = Field(description="rollouts, each followed by its updates")
     output_dir: str = Field("runs/ppo", min_length=1, description="folder for metrics, samples and exported models")
     sample_interval: NaturalInt = Field(10, description="iterations between sample tables; 0: none")
+    max_bad_steps: NaturalInt = Field(
+        10, description="steps in a row that are skipped for a gradient that is not finite; one more ends the run"
+    )
     eval_interval: NaturalInt = Field(
         0, description="iterations between evaluations on evaluation.prompts, and one at the end; 0: none"
     )

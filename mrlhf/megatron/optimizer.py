@@ -11,12 +11,15 @@ from typing import Any, Literal
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from mrlhf.megatron import device
+
+MIN_LOSS_SCALE = 1.0
+"""Where fp16 stops lowering its loss scale."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Trainable:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = partial(_finalize, groups=groups)
         self.schedule = _build_schedule(self.optimizer, settings)
+        self.scale_exhausted = False
+        """fp16 only: the last gradient overflowed at the lowest loss scale, so that waiting brings nothing."""
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -95,14 +100,46 @@ class Trainable:
         self.schedule.step(increment=1)
 
     def step(self) -> tuple[bool, float]:
-        """One update from the accumulated gradients.
+        """One update from the accumulated gradients; one that is not finite changes nothing.
 
         Returns:
-            Whether weights changed (an fp16 overflow skips the update and lowers the loss scale), and the norm of the
-            whole gradient before clipping.
+            Whether weights changed, and the norm of the whole gradient before clipping.
         """
-        updated, norm, _zeros = self.optimizer.step()
-        return bool(updated), float("nan") if norm is None else float(norm)
+        finite, norm = self.prepare_step()
+        if finite:
+            self.apply_step(norm)
+        return finite, norm
+
+    def prepare_step(self) -> tuple[bool, float]:
+        """Look at the accumulated gradients before anything changes; the same answer on every rank of the model.
+
+        Under fp16 they are unscaled, and the loss scale is moved: down after an overflow. `apply_step` may follow, or
+        nothing, which skips the update.
+
+        Returns:
+            Whether all gradients are finite, and the norm of the whole gradient before clipping.
+        """
+        lowest = bool(self.config.fp16) and self.loss_scale <= MIN_LOSS_SCALE
+        overflow = self.optimizer.prepare_grads()
+        self.scale_exhausted = overflow and lowest
+        norm = self.optimizer.get_grad_norm()
+        value = float("nan") if norm is None else float(norm)
+        return not overflow and math.isfinite(value), value
+
+    def apply_step(self, norm: float) -> None:
+        """Clip the gradients that `prepare_step` found to be finite, of this ``norm``, and update the weights."""
+        clip = self.settings.clip_grad
+        for optimizer in self.optimizer.chained_optimizers:
+            parameters = optimizer.get_parameters() if not optimizer.is_stub_optimizer else []
+            if clip > 0 and parameters:
+                # By the module: `device` puts another function there without CUDA.
+                clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by against underflow: 1 unless the model is fp16."""
+        return float(self.optimizer.get_loss_scale())
 
 
 def _wrap(
@@ -136,13 +173,13 @@ def _build_optimizer(
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
         decoupled_weight_decay=True,
-        # Megatron measures the norm only when it clips.
-        clip_grad=settings.clip_grad if settings.clip_grad > 0 else math.inf,
+        clip_grad=settings.clip_grad,
         bf16=config.bf16,
         fp16=config.fp16,
         params_dtype=config.params_dtype,
         # Megatron's 2^32 would cost dozens of updates, each with its rollout, before the first one that counts.
         initial_loss_scale=2.0**16,
+        min_loss_scale=MIN_LOSS_SCALE,
         use_distributed_optimizer=distributed,
     )
     return get_megatron_optimizer(optimizer_config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)

@@ -9,7 +9,7 @@ import torch
 
 from mrlhf.rl import entropy_loss, kl_loss, policy_loss
 from mrlhf.roles.micro_batches import Plan
-from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
+from mrlhf.roles.model import Gradients, LossFunction, TrainedModel, in_label_frame
 from mrlhf.roles.policy import PolicyModel, logprob_request
 from mrlhf.types import Metric, RolloutBatch
 
@@ -71,9 +71,9 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
 class Actor(TrainedModel, PolicyModel):
     """The trained policy."""
 
-    def train_step(
+    def policy_gradients(
         self, minibatch: RolloutBatch, plan: Plan, settings: PolicyLossSettings, denominator: float
-    ) -> Update:
-        """One policy update; see `TrainedModel.update`."""
+    ) -> Gradients:
+        """Gradients of the policy's loss; see `TrainedModel.gradients`."""
         request = logprob_request(settings.temperature, with_entropy=settings.with_entropy)
-        return self.update(minibatch, plan, actor_loss(settings), denominator, request)
+        return self.gradients(minibatch, plan, actor_loss(settings), denominator, request)

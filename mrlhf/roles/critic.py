@@ -6,11 +6,11 @@ import torch
 
 from mrlhf.rl import value_loss
 from mrlhf.roles.micro_batches import Plan
-from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
+from mrlhf.roles.model import Gradients, LossFunction, TrainedModel, in_label_frame
 from mrlhf.types import Metric, RolloutBatch
 
 
-def critic_loss(value_clip: float) -> LossFunction:
+def critic_loss(value_clip: float | None) -> LossFunction:
     """The critic's loss of a micro-batch, as a sum over its response tokens."""
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -37,6 +37,8 @@ class Critic(TrainedModel):
         """``V(tokens[:t+1])`` for every slot but the last: ``[B, S-1]`` fp32 on every rank."""
         return self.per_token(batch, plan)
 
-    def train_step(self, minibatch: RolloutBatch, plan: Plan, value_clip: float, denominator: float) -> Update:
-        """One value update; see `TrainedModel.update`."""
-        return self.update(minibatch, plan, critic_loss(value_clip), denominator)
+    def value_gradients(
+        self, minibatch: RolloutBatch, plan: Plan, value_clip: float | None, denominator: float
+    ) -> Gradients:
+        """Gradients of the value loss; see `TrainedModel.gradients`."""
+        return self.gradients(minibatch, plan, critic_loss(value_clip), denominator)

@@ -25,13 +25,28 @@ class Update:
     """What one optimizer step did.
 
     Attributes:
-        updated: whether weights changed (an fp16 overflow skips the step).
+        updated: whether weights changed (a gradient that is not finite skips the step).
         grad_norm: norm of the whole gradient before clipping.
         metrics: of this rank's share of the minibatch; empty except on the last pipeline stage.
     """
 
     updated: bool
     grad_norm: float
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one minibatch accumulated, before the optimizer acts on it.
+
+    Attributes:
+        finite: whether all of it is, the same on every rank of the model.
+        norm: of the whole gradient before clipping.
+        metrics: as of `Update`.
+    """
+
+    finite: bool
+    norm: float
     metrics: dict[str, Metric]
 
 
@@ -51,6 +66,8 @@ class RoleModel:
         self.config = config
         self.chunks = list(chunks)
         self.groups = groups
+        self.attention_mask: Callable[[RolloutBatch], torch.Tensor] | None = None
+        """Mask of a micro-batch for every pass, of a model built for it (``masked``); None: causal."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -62,6 +79,8 @@ class RoleModel:
         batch: RolloutBatch,
         plan: Plan,
         request: Callable[[RolloutBatch], LogprobRequest] | None = None,
+        *,
+        packed: bool = False,
     ) -> torch.Tensor:
         """The head's output for every row in the label frame, on every rank of the replica.
 
@@ -69,6 +88,8 @@ class RoleModel:
             batch: rows, the same on every rank of the replica.
             plan: their micro-batches.
             request: the head's request for a micro-batch; None for a value head.
+            packed: lay the rows of a micro-batch one after the other without padding, which is the faster the more
+                their lengths differ. Results on the tokens are the same; those of the padding are 0.
 
         Returns:
             ``[B, S-1]`` fp32; positions that a micro-batch did not need to compute are 0.
@@ -84,6 +105,8 @@ class RoleModel:
             groups=self.groups,
             tokens=_tokens,
             request=request,
+            attention_mask=self.attention_mask,
+            lengths=_lengths if packed else None,
         )
         result = None
         if self.is_last_stage:
@@ -125,8 +148,12 @@ class TrainedModel(RoleModel):
         loss: LossFunction,
         denominator: float,
         request: Callable[[RolloutBatch], LogprobRequest] | None = None,
+        *,
+        packed: bool = False,
     ) -> Update:
         """One optimizer step on this rank's rows of a minibatch; all ranks of the model call it together.
+
+        A gradient that is not finite changes nothing; ``updated`` of the result tells.
 
         Args:
             minibatch: this data-parallel rank's rows.
@@ -134,7 +161,22 @@ class TrainedModel(RoleModel):
             loss: of a micro-batch and the head's output ``[..., b, S]``.
             denominator: of the whole minibatch over all ranks, see `mrlhf.megatron.schedule.forward_backward`.
             request: see `per_token`.
+            packed: see `per_token`.
         """
+        gradients = self.gradients(minibatch, plan, loss, denominator, request, packed=packed)
+        return self.apply(gradients, gradients.finite)
+
+    def gradients(
+        self,
+        minibatch: RolloutBatch,
+        plan: Plan,
+        loss: LossFunction,
+        denominator: float,
+        request: Callable[[RolloutBatch], LogprobRequest] | None = None,
+        *,
+        packed: bool = False,
+    ) -> Gradients:
+        """The first half of `update`, which leaves the weights alone: `apply` is next."""
         # Fused kernels and recomputation look at the mode; dropout is 0 unless the configuration asks for it.
         self.trainable.train(True)
         self.trainable.zero_grad()
@@ -146,10 +188,18 @@ class TrainedModel(RoleModel):
             groups=self.groups,
             tokens=_tokens,
             request=request,
+            attention_mask=self.attention_mask,
+            lengths=_lengths if packed else None,
         )
         self.trainable.train(False)
-        updated, norm = self.trainable.step()
-        return Update(updated, norm, merge_metrics(parts))
+        finite, norm = self.trainable.prepare_step()
+        return Gradients(finite, norm, merge_metrics(parts))
+
+    def apply(self, gradients: Gradients, wanted: bool = True) -> Update:
+        """Step on finite ``gradients``, or skip them where the step is not ``wanted``."""
+        if wanted:
+            self.trainable.apply_step(gradients.norm)
+        return Update(wanted, gradients.norm, gradients.metrics)
 
 
 def in_label_frame(output: torch.Tensor) -> torch.Tensor:
@@ -169,3 +219,7 @@ def pad_frame(mask: torch.Tensor) -> torch.Tensor:
 
 def _tokens(batch: RolloutBatch) -> torch.Tensor:
     return batch.tokens
+
+
+def _lengths(batch: RolloutBatch) -> torch.Tensor:
+    return batch.lengths

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.errors import MrlhfError
 from mrlhf.parallel.vocab import gather_shards, group_size, shard_columns
 
 _BLOCK = 128
@@ -85,7 +86,8 @@ def sample_tokens(
         Token ids ``[N]`` int64, the same on every rank and for every sharding of the same logits.
 
     Raises:
-        ValueError: wrong shapes, or a row whose logits hold NaN, +inf or only -inf.
+        ValueError: wrong shapes.
+        MrlhfError: a row whose logits hold NaN, +inf or only -inf.
     """
     if logits.dim() != 2 or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"need logits [N, V/TP] and uniforms [N], got {list(logits.shape)}, {list(uniforms.shape)}")
@@ -149,7 +151,11 @@ def _check_rows(top: Tensor) -> None:
     bad = (~top.isfinite()).nonzero()
     if bad.numel():
         rows = bad.squeeze(1).tolist()
-        raise ValueError(f"cannot sample: the largest logit is {top[rows[0]].item()} in row(s) {rows[:8]}")
+        raise MrlhfError(
+            f"cannot sample: the largest logit is {top[rows[0]].item()} in row(s) {rows[:8]}; the actor's weights have "
+            "diverged or were not sound to begin with: lower optimizer.actor.lr, use precision.dtype=bf16 or fp32 in "
+            "place of fp16, or start from another checkpoint"
+        )
 
 
 def _block_sums(weights: Tensor) -> Tensor:

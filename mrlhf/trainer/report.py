@@ -136,7 +136,8 @@ def _loss_metrics(reduced: dict[str, float], updates: list[tuple[Update, Update]
     for index, role in enumerate(("actor", "critic")):
         norms = [pair[index].grad_norm for pair in updates if pair[index].updated]
         metrics[f"{role}_grad_norm"] = sum(norms) / max(len(norms), 1)
-        metrics[f"{role}_skipped_updates"] = float(sum(not pair[index].updated for pair in updates))
+    # Actor and critic skip together.
+    metrics["skipped_updates"] = float(sum(not actor.updated for actor, _ in updates))
     return metrics
 
 

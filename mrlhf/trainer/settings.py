@@ -49,6 +49,7 @@ def update_settings(config: PPOConfig) -> UpdateSettings:
         shuffle=ppo.shuffle,
         value_clip=ppo.value_clip,
         ds_group_size=ppo.ds_group_size or ppo.minibatch_size,
+        max_bad_steps=config.trainer.max_bad_steps,
         seed=config.seed,
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mrlhf.errors import MrlhfError
+from mrlhf.megatron.optimizer import MIN_LOSS_SCALE
 from mrlhf.metrics import MetricAccumulator
 from mrlhf.parallel.layout import data_parallel_slice
 from mrlhf.rl import Semantics, ds_group_row_weights
@@ -32,6 +33,7 @@ class UpdateSettings:
     shuffle: bool = True
     value_clip: float = 0.2
     ds_group_size: int = 1
+    max_bad_steps: int = 10
     seed: int = 0
 
 
@@ -75,6 +77,8 @@ class Updater:
         self.actor = actor
         self.critic = critic
         self.settings = settings
+        self.bad_steps = 0
+        """Steps in a row, up to the last one, whose gradients were not finite."""
 
     def run(self, batch: RolloutBatch, iteration: int) -> tuple[MetricAccumulator, list[tuple[Update, Update]]]:
         """All epochs over ``batch``, the rows of all ranks.
@@ -83,7 +87,8 @@ class Updater:
             Metrics of this rank's share (to be reduced over ranks) and every update in order: (actor's, critic's).
 
         Raises:
-            MrlhfError: a gradient is not finite.
+            MrlhfError: more than ``max_bad_steps`` steps in a row had a gradient that is not finite, or the loss scale
+                of fp16 is as low as it goes.
         """
         settings, groups = self.settings, self.actor.groups
         # Tensor ranks hold the same numbers; only one of them counts.
@@ -100,7 +105,7 @@ class Updater:
                 epoch=epoch,
             ):
                 actor, critic = self._step(batch, rows)
-                self._check_finite(iteration, actor, critic)
+                self._check_steps(iteration, actor, critic)
                 if counts:
                     metrics.add(actor.metrics, "policy/")
                     metrics.add(critic.metrics, "value/")
@@ -119,17 +124,31 @@ class Updater:
             tokens=settings.micro_batch_tokens,
             multiple=groups.pp.size() if virtual else 1,
         )
-        actor = self.actor.train_step(mine, plan, settings.policy, denominator)
-        critic = self.critic.train_step(mine, plan, settings.value_clip, denominator)
-        return actor, critic
+        actor = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
+        critic = self.critic.value_gradients(mine, plan, settings.value_clip, denominator)
+        # One without the other would pair a policy with values of another one.
+        both = actor.finite and critic.finite
+        return self.actor.apply(actor, both), self.critic.apply(critic, both)
 
-    def _check_finite(self, iteration: int, actor: Update, critic: Update) -> None:
-        for name, update in (("actor", actor), ("critic", critic)):
-            if update.updated and not torch.isfinite(torch.tensor(update.grad_norm)):
+    def _check_steps(self, iteration: int, actor: Update, critic: Update) -> None:
+        """Count skipped steps and stop a run that gets nowhere; every rank comes to the same answer."""
+        if actor.updated and critic.updated:
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        norms = f"gradient norms in iteration {iteration}: actor {actor.grad_norm}, critic {critic.grad_norm}"
+        for model in (self.actor, self.critic):
+            if model.trainable.scale_exhausted:
                 raise MrlhfError(
-                    f"the {name}'s gradient norm is {update.grad_norm} in iteration {iteration}; look at its inputs "
-                    f"(scores, log-probs), lower optimizer.{name}.lr, or use precision.dtype=fp32"
+                    f"the {model.name}'s gradient overflows fp16 even with a loss scale of {MIN_LOSS_SCALE}; {norms}; "
+                    f"use precision.dtype=bf16 or fp32, or lower optimizer.{model.name}.lr"
                 )
+        if self.bad_steps > self.settings.max_bad_steps:
+            raise MrlhfError(
+                f"{self.bad_steps} optimizer steps in a row were skipped, since a gradient was not finite; {norms}; look "
+                "at the scores and log-probs that went in, lower optimizer.actor.lr and optimizer.critic.lr, use "
+                "precision.dtype=fp32, or raise trainer.max_bad_steps to wait longer"
+            )
 
 
 def _ratio_error(policy: dict[str, Metric]) -> dict[str, Metric]:

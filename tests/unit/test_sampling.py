@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+from mrlhf.errors import MrlhfError
 from mrlhf.rollout import sampling
 from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
 
@@ -133,7 +134,7 @@ def test_inverse_cdf_is_exact_on_a_large_vocabulary():
 def test_bad_logits_are_refused(value, greedy):
     logits = torch.zeros(3, 4)
     logits[1, 2] = value
-    with pytest.raises(ValueError, match=r"row\(s\) \[1\]"):
+    with pytest.raises(MrlhfError, match=r"row\(s\) \[1\].*lower optimizer\.actor\.lr"):
         sample_tokens(logits, torch.zeros(3), SamplingParams(greedy=greedy), group=None, vocab_size=4)
 
 
