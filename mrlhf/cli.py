@@ -17,6 +17,7 @@ from mrlhf import __version__
 from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
 from mrlhf.config_inference import EvalConfig, GenerateConfig
 from mrlhf.config_sections import RunConfig
+from mrlhf.config_supervised import SFTConfig
 from mrlhf.errors import MrlhfError
 from mrlhf.parallel.launch import detect_launch, run_guarded
 
@@ -105,6 +106,18 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 def ppo(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
     """Train an actor with PPO."""
     _train(PPOConfig, "mrlhf.trainer.ppo", config, overrides, print_config)
+
+
+class SFTCommand(ConfigCommand):
+    """`ConfigCommand` of supervised fine-tuning."""
+
+    schema = SFTConfig
+
+
+@app.command(cls=SFTCommand)
+def sft(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
+    """Fine-tune a language model on prompts with responses, chats or texts."""
+    _train(SFTConfig, "mrlhf.trainer.sft", config, overrides, print_config)
 
 
 class EvalCommand(ConfigCommand):

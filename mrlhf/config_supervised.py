@@ -75,12 +75,10 @@ class ExampleDataConfig(Section):
 
 
 class SFTDataConfig(ExampleDataConfig):
-    """The texts to learn. A line has a prompt and a response, chat messages, or plain text."""
+    """The texts to learn. A line has ``messages``, or a prompt and a response, or plain ``text``."""
 
     prompt_key: str = Field("prompt", min_length=1, description="field of the prompt, beside a response")
     response_key: str = Field("response", min_length=1, description="field of the response")
-    messages_key: str = Field("messages", min_length=1, description="field of chat messages")
-    text_key: str = Field("text", min_length=1, description="field of plain text, which is learned as a whole")
     learn_on: Literal["response", "all"] = Field(
         "response", description="tokens in the loss: responses (the assistant's messages), or all"
     )
@@ -112,6 +110,9 @@ class SupervisedTrainerConfig(OutputConfig):
     epochs: PositiveFloat = Field(1.0, description="passes over the training examples, rounded up to whole batches")
     iterations: PositiveInt | None = Field(None, description="optimizer steps; null: as many as epochs says")
     eval_interval: NaturalInt = Field(0, description="steps between validations; 0: only at the end")
+    max_bad_steps: NaturalInt = Field(
+        10, description="steps in a row that may be skipped, as their gradients are not finite, before the run is ended"
+    )
     output_dir: str = Field("runs/sft", min_length=1, description="folder for metrics and the exported model")
     export_interval: NaturalInt = Field(0, description="steps between exports to model-000100, ...; 0: only at the end")
 

@@ -138,13 +138,15 @@ def size_problems(
     max_prompt_length: int | None = None,
     max_response_length: int | None = None,
     extra_slots: int = 0,
+    batch_name: str = "minibatch_size",
 ) -> list[str]:
     """Everything about the sizes that cannot work, each with its numbers and a way out; empty when all fits.
 
     ``models`` maps a role (``actor``, ``reward``, ...) to its architecture. Rows are sequences of all ranks together.
     A quantity left at None is not checked. With ``micro_batch_tokens`` the micro-batches are cut by a token budget and
     ``micro_batch_size`` plays no part. ``extra_slots`` are positions needed beyond prompt and response (a model with a
-    learned position table needs one for the slot after the last token).
+    learned position table needs one for the slot after the last token). ``batch_name`` is the key of
+    ``minibatch_size`` in messages.
     """
     problems = _layout_problems(sizes)
     for role, model in models.items():
@@ -164,6 +166,7 @@ def size_problems(
             prompts_per_iteration=prompts_per_iteration,
             minibatch_size=minibatch_size,
             micro_batch_size=None if micro_batch_tokens is not None else micro_batch_size,
+            name=batch_name,
         )
     if rows_per_iteration is not None and minibatch_size is not None and rows_per_iteration % minibatch_size:
         problems.append(
@@ -303,6 +306,7 @@ def _batch_problems(
     prompts_per_iteration: int | None,
     minibatch_size: int | None,
     micro_batch_size: int | None,
+    name: str,
 ) -> list[str]:
     dp, pp, vpp = sizes.data_parallel_size, sizes.pipeline_model_parallel_size, sizes.virtual_stages
     problems = []
@@ -317,15 +321,15 @@ def _batch_problems(
     if minibatch_size % (dp * rows):
         micro = f" x micro_batch_size {rows} = {dp * rows}" if micro_batch_size else ""
         problems.append(
-            f"minibatch_size {minibatch_size} is not a multiple of DP {dp}{micro}; "
+            f"{name} {minibatch_size} is not a multiple of DP {dp}{micro}; "
             f"use {_neighbours(minibatch_size, dp * rows)}"
         )
     elif vpp > 1 and minibatch_size // (dp * rows) % pp:
         count = minibatch_size // (dp * rows)
         problems.append(
-            f"with virtual stages the micro-batches of a minibatch must be a multiple of PP {pp}, but minibatch_size "
+            f"with virtual stages the micro-batches of a step must be a multiple of PP {pp}, but {name} "
             f"{minibatch_size} / (DP {dp} x {rows} rows) makes {count}; "
-            f"use a minibatch_size of {_neighbours(minibatch_size, dp * rows * pp)}, or a smaller micro_batch_size"
+            f"use a {name} of {_neighbours(minibatch_size, dp * rows * pp)}, or a smaller micro_batch_size"
         )
     return problems
 

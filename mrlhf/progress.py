@@ -18,6 +18,8 @@ Mode = Literal["auto", "rich", "plain", "off"]
 # Shown where present, in this order; the first name of each tuple that the metrics hold is taken.
 _SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("score", ("score_mean", "score", "reward"), ".3f"),
+    ("loss", ("loss",), ".4f"),
+    ("accuracy", ("accuracy",), ".3f"),
     ("KL", ("kl_k1", "kl"), ".4f"),
     ("tokens/s", ("tokens_per_second",), ",.0f"),
 )

@@ -108,13 +108,17 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
+    tokenizer: str | Path | None = None,
+    chat_template: str | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder; all ranks of the model call this together.
 
     One parameter at a time is gathered to the first rank, which writes it at once. ``config.json`` is that of
     ``source_folder`` with the true vocabulary size, the architecture of ``head`` and the dtype written; generation
-    configuration, tokenizer and chat template are copied. A value model becomes a one-label classifier
-    (``score.weight``). ``dtype`` None keeps the parameters' own. The folder appears under its name when complete.
+    configuration, tokenizer and chat template are copied. ``tokenizer`` (a folder or a SentencePiece file) takes the
+    place of the source's, and ``chat_template`` (Jinja source) that of the tokenizer's. A value model becomes a
+    one-label classifier (``score.weight``). ``dtype`` None keeps the parameters' own. The folder appears under its
+    name when complete.
 
     Raises `CheckpointError` on every rank when the target exists (without ``overwrite``).
     """
@@ -124,7 +128,12 @@ def export_hf(
     writes = first_replica and dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.pp) == 0
     _agree(FolderWriter.problem(path_out, overwrite) if writes else None, groups, device)
     if first_replica:
-        _write(params, chunks, model_config, path_out, source_folder, groups, head, dtype, max_shard_size, device)
+        folder = FolderWriter(path_out)
+        _write(params, chunks, model_config, folder, source_folder, groups, head, dtype, max_shard_size, device)
+        if writes:
+            used = Path(tokenizer) if tokenizer is not None else None
+            copy_companions(Path(source_folder), folder.folder, tokenizer=used, chat_template=chat_template)
+            folder.commit()
     _agree(None, groups, device)
 
 
@@ -132,7 +141,7 @@ def _write(
     params: dict[str, torch.nn.Parameter],
     chunks: Sequence[Any],
     config: ModelConfig,
-    path_out: str | Path,
+    folder: FolderWriter,
     source_folder: str | Path,
     groups: Groups,
     head: str,
@@ -152,7 +161,6 @@ def _write(
         name: shape for weight in weights.values() for name, shape in zip(weight.sources, weight.shapes, strict=True)
     }
     out_dtype = dtype or next(iter(params.values())).dtype
-    folder = FolderWriter(path_out)
     writer = SafetensorsWriter(folder.begin(), shapes, out_dtype, max_shard_size) if gatherer.is_writer else None
     with writer or nullcontext():
         for weight in weights.values():
@@ -163,5 +171,3 @@ def _write(
                 writer.write(name, tensor)
     if gatherer.is_writer:
         write_config(Path(source_folder), folder.folder, config, head, dtype_name(out_dtype))
-        copy_companions(Path(source_folder), folder.folder)
-        folder.commit()

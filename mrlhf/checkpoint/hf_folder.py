@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,49 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
     "additional_chat_templates",
-    "generation_config.json",
 )
+_CHAT_TEMPLATE = "chat_template.jinja"
 
 
-def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer files, chat templates and ``generation_config.json``; returns the names that were copied."""
-    copied = []
-    for pattern in _TOKENIZER_FILES:
+def copy_companions(
+    source: Path, target: Path, *, tokenizer: Path | None = None, chat_template: str | None = None
+) -> list[str]:
+    """Copy tokenizer files, chat templates and ``generation_config.json``; returns the names that were copied.
+
+    Args:
+        source: the model's folder.
+        target: the folder to fill.
+        tokenizer: a folder, or a SentencePiece file, to take the tokenizer from instead of ``source``.
+        chat_template: Jinja source that the copy shall carry, whatever the files say; None leaves theirs.
+    """
+    folder = source if tokenizer is None else tokenizer
+    if folder.is_file():
+        # The customary name, by which a folder with nothing else is known to be SentencePiece's.
+        shutil.copyfile(folder, target / "tokenizer.model")
+        copied = ["tokenizer.model", *_copy(folder.parent, target, ["chat_template*"])]
+    else:
+        copied = _copy(folder, target, _TOKENIZER_FILES)
+    if chat_template is not None and _set_chat_template(target, chat_template):
+        copied.append(_CHAT_TEMPLATE)
+    return [*copied, *_copy(source, target, ["generation_config.json"])]
+
+
+def _set_chat_template(folder: Path, template: str) -> bool:
+    """Make ``template`` the one of the tokenizer in ``folder``; False where it is already."""
+    file, config_file = folder / _CHAT_TEMPLATE, folder / "tokenizer_config.json"
+    config: dict[str, Any] = read_json(config_file) if config_file.is_file() else {}
+    present = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if present == template:
+        return False
+    file.write_text(template, encoding="utf-8")
+    if config.pop("chat_template", None) is not None:
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return True
+
+
+def _copy(source: Path, target: Path, patterns: Sequence[str]) -> list[str]:
+    copied: list[str] = []
+    for pattern in patterns:
         for item in sorted(source.glob(pattern)):
             if item.name in copied:
                 continue

@@ -8,6 +8,7 @@ writes a key-value cache; without one it is Megatron's own, unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -52,38 +53,93 @@ class SDPAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend causally.
+        """Attend causally (in packed rows to the own document only), or as the mask says.
 
         Args:
-            query: ``[s, b, heads / TP, head_dim]``.
-            key: ``[s, b, kv_heads / TP, head_dim]``.
+            query: ``[s, b, heads / TP, head_dim]``; packed ``[t, heads / TP, head_dim]``.
+            key: ``[s, b, kv_heads / TP, head_dim]``; packed ``[t, kv_heads / TP, head_dim]``.
             value: like ``key``.
-            attention_mask: not used; rows are right-padded, so the causal order hides the padding.
+            attention_mask: None, or bool ``[b, 1, s, s]`` with True where a query does not see a key, the causal order
+                included (`padded_causal_mask`). None is enough wherever results on padding are not used: rows are
+                right-padded, so the causal order hides the padding from the tokens before it.
             attn_mask_type: not used.
             attention_bias: must be None.
-            packed_seq_params: must be None.
+            packed_seq_params: Megatron's ``thd`` parameters of packed rows, or None.
 
         Returns:
-            ``[s, b, heads / TP * head_dim]``.
+            ``[s, b, heads / TP * head_dim]``; packed ``[t, heads / TP * head_dim]``.
 
         Raises:
-            ValueError: a bias or packed rows are given.
+            ValueError: a bias, packed rows with a mask, or a packed format other than ``thd``.
         """
-        if attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("SDPAttention takes no attention bias and no packed rows")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if attention_bias is not None:
+            raise ValueError("SDPAttention takes no attention bias")
+        packed = packed_seq_params
+        if packed is not None and (packed.qkv_format != "thd" or attention_mask is not None):
+            raise ValueError("SDPAttention takes packed rows as thd and without a mask")
         if self.training and self.dropout > 0:
             with get_cuda_rng_tracker().fork():
-                out = self._attend(q, k, v, self.dropout)
-        else:
-            out = self._attend(q, k, v, 0.0)
-        s, b = query.shape[:2]
-        return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+                return self._forward(query, key, value, self.dropout, attention_mask, packed)
+        return self._forward(query, key, value, 0.0, attention_mask, packed)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+    def _forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        hidden: torch.Tensor | None,
+        packed: Any,
+    ) -> torch.Tensor:
+        if packed is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            s, b = query.shape[:2]
+            return self._attend(q, k, v, dropout, hidden).permute(2, 0, 1, 3).reshape(s, b, -1)
+        # One call for each document: what other documents hold is never looked at, and no mask is needed.
+        sizes = [end - start for start, end in _segments(packed)]
+        parts = []
+        for document in zip(*(x.split(sizes) for x in (query, key, value)), strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
+            parts.append(self._attend(q, k, v, dropout, None).squeeze(0).transpose(0, 1))
+        return torch.cat(parts).reshape(query.size(0), -1)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=self.softmax_scale, enable_gqa=k.size(1) != q.size(1)
+            q,
+            k,
+            v,
+            attn_mask=None if hidden is None else ~hidden,
+            dropout_p=dropout,
+            is_causal=hidden is None,
+            scale=self.softmax_scale,
+            enable_gqa=k.size(1) != q.size(1),
         )
+
+
+def padded_causal_mask(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """Causal order without the padding among the keys, for results on the padding itself.
+
+    A query on the padding then sees the real tokens alone, as under a Hugging Face ``attention_mask`` of 0. Takes
+    ``b * width^2`` bytes.
+
+    Args:
+        lengths: ``[b]``, keys of each row that exist, at least 1.
+        width: slots per row.
+
+    Returns:
+        bool ``[b, 1, width, width]``, True where query (third dimension) does not see key (fourth), as Megatron has it.
+    """
+    slots = torch.arange(width, device=lengths.device)
+    later = slots[None, :] > slots[:, None]
+    return (later[None] | (slots >= lengths.unsqueeze(1))[:, None, :]).unsqueeze(1)
+
+
+def _segments(packed: Any) -> Sequence[tuple[int, int]]:
+    """``(start, end)`` of every document."""
+    known: Sequence[tuple[int, int]] = getattr(packed, "segments", ())
+    return known or list(pairwise(packed.cu_seqlens_q.tolist()))
 
 
 class LayerCache(Protocol):

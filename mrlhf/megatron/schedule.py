@@ -9,7 +9,7 @@ that of (sum over all micro-batches and ranks) / denominator. So each micro-batc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -17,9 +17,15 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from mrlhf.megatron.packing import pack_rows
+
 Batch = TypeVar("Batch")
 Request = Callable[[Batch], Any]
 """Builds what the head of the last stage gets as ``labels`` (see `mrlhf.megatron.model`), or None."""
+Lengths = Callable[[Batch], torch.Tensor]
+"""Gives ``[b]`` int64, the tokens of each row."""
+AttentionMask = Callable[[Batch], torch.Tensor]
+"""Builds the attention mask of a micro-batch (see `mrlhf.megatron.attention`); without one attention is causal."""
 
 
 def forward_only(
@@ -30,6 +36,8 @@ def forward_only(
     groups: ProcessGroupCollection,
     tokens: Callable[[Batch], torch.Tensor],
     request: Request[Batch] | None = None,
+    attention_mask: AttentionMask[Batch] | None = None,
+    lengths: Lengths[Batch] | None = None,
 ) -> list[Any]:
     """Run ``micro_batches`` through the model without gradients.
 
@@ -40,6 +48,9 @@ def forward_only(
         groups: the model's process groups.
         tokens: gives ``[b, s]`` int64 token ids of a micro-batch.
         request: gives the head's request for a micro-batch.
+        attention_mask: gives bool ``[b, 1, s, s]`` for a micro-batch; by default attention is causal.
+        lengths: gives the tokens of each row; the rows are then packed into one sequence without padding, causal and
+            without a mask. Results are the same, and 0 in the padding.
 
     Returns:
         On the last pipeline stage the results of ``post`` in order, elsewhere an empty list.
@@ -52,10 +63,12 @@ def forward_only(
         # The interleaved schedule works in groups of PP micro-batches; the repeated ones are dropped below.
         padded += [padded[-1]] * (-count % groups.pp.size())
 
+    call = _Caller(groups, tokens, request, attention_mask, lengths)
+
     def step(iterator: Iterator[Batch], model: torch.nn.Module, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(iterator)
-        output = _call(model, tokens(batch), request(batch) if request else None)
-        return output, lambda out, non_loss_data=False: post(batch, out)
+        output, unpack = call(batch, model)
+        return output, lambda out, non_loss_data=False: post(batch, unpack(out))
 
     with torch.no_grad():
         results = _run(chunks, padded, step, groups, forward_only=True)
@@ -71,6 +84,8 @@ def forward_backward(
     groups: ProcessGroupCollection,
     tokens: Callable[[Batch], torch.Tensor],
     request: Request[Batch] | None = None,
+    attention_mask: AttentionMask[Batch] | None = None,
+    lengths: Lengths[Batch] | None = None,
 ) -> list[Any]:
     """Accumulate the gradient of ``sum(loss_sum) / denominator`` over all micro-batches and data-parallel ranks.
 
@@ -83,6 +98,9 @@ def forward_backward(
         groups: the model's process groups.
         tokens: gives ``[b, s]`` int64 token ids of a micro-batch.
         request: gives the head's request for a micro-batch.
+        attention_mask: gives bool ``[b, 1, s, s]`` for a micro-batch; by default attention is causal.
+        lengths: gives the tokens of each row; the rows are then packed into one sequence without padding, causal and
+            without a mask. Results are the same, and 0 in the padding.
 
     Returns:
         On the last stage the metrics of every micro-batch in order, elsewhere an empty list.
@@ -98,12 +116,14 @@ def forward_backward(
         )
     scale = count * groups.dp_cp.size() / (groups.cp.size() * (denominator if denominator > 0 else 1.0))
 
+    call = _Caller(groups, tokens, request, attention_mask, lengths)
+
     def step(iterator: Iterator[Batch], model: torch.nn.Module, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(iterator)
-        output = _call(model, tokens(batch), request(batch) if request else None)
+        output, unpack = call(batch, model)
 
         def loss_function(out: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            loss_sum, metrics = loss(batch, out)
+            loss_sum, metrics = loss(batch, unpack(out))
             # A new tensor: Megatron scales what it is given in place, and metrics may hold loss_sum itself.
             return loss_sum * scale, metrics
 
@@ -112,10 +132,42 @@ def forward_backward(
     return _run(chunks, list(micro_batches), step, groups, forward_only=False)
 
 
-def _call(model: torch.nn.Module, tokens: torch.Tensor, request: Any) -> torch.Tensor:
-    positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-    output: torch.Tensor = model(tokens, positions, None, labels=request)
-    return output
+class _Caller(Generic[Batch]):
+    """Hands micro-batches to a stage, padded or packed."""
+
+    def __init__(
+        self,
+        groups: ProcessGroupCollection,
+        tokens: Callable[[Batch], torch.Tensor],
+        request: Request[Batch] | None,
+        attention_mask: AttentionMask[Batch] | None,
+        lengths: Lengths[Batch] | None,
+    ) -> None:
+        if attention_mask is not None and lengths is not None:
+            raise ValueError("packed rows take no attention mask")
+        self.multiple = groups.tp.size()
+        self.tokens, self.request = tokens, request
+        self.attention_mask, self.lengths = attention_mask, lengths
+
+    def __call__(
+        self, batch: Batch, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """The stage's output, and what makes rows of the head's."""
+        tokens, request = self.tokens(batch), self.request(batch) if self.request else None
+        if self.lengths is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+            mask = self.attention_mask(batch) if self.attention_mask else None
+            return model(tokens, positions, mask, labels=request), lambda output: output
+        lengths = self.lengths(batch).tolist()
+        packing = pack_rows(lengths, tokens.size(1), multiple=self.multiple, device=tokens.device)
+        output = model(
+            packing.pack(tokens),
+            packing.positions,
+            None,
+            labels=packing.pack_request(request),
+            packed_seq_params=packing.documents,
+        )
+        return output, packing.unpack
 
 
 def _run(

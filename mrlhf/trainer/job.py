@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.convert import DTYPES, is_megatron_folder, load_weights
 from mrlhf.checkpoint.hf import has_value_bias, read_model_config
+from mrlhf.checkpoint.random_init import draw_weights
 from mrlhf.checkpoint.safetensors_io import SafetensorsReader
 from mrlhf.config_sections import AdamConfig, RunConfig
 from mrlhf.megatron import device
@@ -24,13 +25,14 @@ from mrlhf.parallel.launch import LaunchEnv, initialize
 from mrlhf.planner import ParallelSizes
 
 C = TypeVar("C", bound=RunConfig)
+C_co = TypeVar("C_co", bound=RunConfig, covariant=True)
 
 
 @dataclass(frozen=True)
-class Job(Generic[C]):
+class Job(Generic[C_co]):
     """This rank's part of a run, before any model exists."""
 
-    config: C
+    config: C_co
     models: dict[str, ModelConfig]
     env: LaunchEnv
     sizes: ParallelSizes
@@ -77,7 +79,7 @@ def join(config: C, models: dict[str, ModelConfig], env: LaunchEnv) -> Job[C]:
         env = initialize(env, config.launch.backend, timeout)
     sizes = config.parallel.sizes(env.world_size)
     groups = build_groups(sizes, timeout)
-    device.seed_rng_tracker(config.seed, groups.tp.rank())
+    device.seed_rng_tracker(config.seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp.rank())
     return Job(config, models, env, sizes, groups, device.device(), DTYPES[config.precision.dtype])
 
 
@@ -90,10 +92,15 @@ def load_model(
     dropout: float = 0.0,
     trainable: bool = False,
     head_init: str = "auto",
+    init: Literal["loaded", "random"] = "loaded",
 ) -> list[torch.nn.Module]:
-    """This rank's stages of ``job.models[role]`` with the weights in ``path``; ``head_init`` as `load_weights`."""
+    """This rank's stages of ``job.models[role]`` with the weights in ``path``; ``head_init`` as `load_weights`.
+
+    With ``init="random"`` nothing is read, and the weights are drawn by the run's seed (`draw_weights`).
+    """
     model = job.models[role]
-    bias = head == "value" and head_init != "fresh" and not is_megatron_folder(path) and has_value_bias(path)
+    loaded = init == "loaded"
+    bias = loaded and head == "value" and head_init != "fresh" and not is_megatron_folder(path) and has_value_bias(path)
     chunks = build_model(
         model,
         job.sizes,
@@ -104,6 +111,16 @@ def load_model(
         trainable=trainable,
         value_bias=bias,
     )
+    if not loaded:
+        draw_weights(
+            chunks,
+            model,
+            tp_rank=job.groups.tp.rank(),
+            tp_size=job.groups.tp.size(),
+            head=head,
+            seed=job.config.seed,
+        )
+        return list(chunks)
     load_weights(
         chunks,
         model,

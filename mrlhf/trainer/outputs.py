@@ -1,0 +1,95 @@
+"""The output folder of a run: guarded against overwriting, prepared, and filled with exported models."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.checkpoint.hf_export import export_hf
+from mrlhf.config import to_yaml
+from mrlhf.config_sections import OutputConfig, RunConfig
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import ConfigError
+from mrlhf.metrics import Writers, open_writers
+from mrlhf.roles.model import RoleModel
+
+
+def check_output_folder(output: Path, names: Sequence[str], inputs: Iterable[str], *, overwrite: bool) -> None:
+    """Refuse an output folder that holds another run, or whose exports would replace something that the run reads.
+
+    Args:
+        output: the run's folder.
+        names: of the models that the run exports.
+        inputs: files and folders that it reads.
+        overwrite: an earlier run may be replaced.
+
+    Raises:
+        ConfigError: naming the folder and a way out.
+    """
+    # Also a bare model folder: the export would be refused only after all the training.
+    there = [path for path in (output / "metrics.jsonl", *written_folders(output, names)) if path.exists()]
+    if there and not overwrite:
+        raise ConfigError(
+            f"trainer.output_dir: {output} holds a run already ({there[0].name}); choose "
+            "another folder, or set trainer.overwrite=true to replace it"
+        )
+    for path in inputs:
+        parents = {Path(path).resolve(), *Path(path).resolve().parents}
+        for place in written_folders(output, names):
+            if place.resolve() in parents:
+                raise ConfigError(
+                    f"trainer.output_dir: the run would write {place}, but it reads {path}; choose another output_dir"
+                )
+
+
+def written_folders(output: Path, names: Sequence[str]) -> list[Path]:
+    """Folders that a run replaces: its exports and its TensorBoard events."""
+    fixed = [output / name for name in (*names, "tensorboard")]
+    return fixed + [path for name in names for path in output.glob(f"{name}-[0-9]*")]
+
+
+def open_output(config: RunConfig, trainer: OutputConfig, names: Sequence[str]) -> Writers:
+    """Prepare the output folder on rank 0: ``config.yaml`` and the writers of metrics, nothing of an earlier run."""
+    output = config.output_dir
+    output.mkdir(parents=True, exist_ok=True)
+    if trainer.overwrite and config.metrics_path.exists():
+        # What is left of a run that is replaced would be taken for the new one's.
+        for folder in written_folders(output, names):
+            shutil.rmtree(folder, ignore_errors=True)
+    (output / "config.yaml").write_text(to_yaml(config))
+    return open_writers(output, trainer.tensorboard, trainer.wandb, config=config.model_dump(mode="json"))
+
+
+def export_model(
+    model: RoleModel, target: Path, *, source: str, head: str, groups: object, tokenizer: Tokenizer, overwrite: bool
+) -> None:
+    """Write ``model`` as a Hugging Face folder with the tokenizer that it was trained with; all ranks call it.
+
+    Args:
+        model: whose weights.
+        target: the folder.
+        source: the folder that it came from, for ``config.json`` and the generation configuration.
+        head: ``"lm"`` or ``"value"``.
+        groups: the model's process groups.
+        tokenizer: the run's; its files and its chat template go along.
+        overwrite: an earlier export may be replaced.
+    """
+    export_hf(
+        model.chunks,
+        model.config,
+        target,
+        source_folder=source,
+        groups=groups,  # type: ignore[arg-type]
+        head=head,
+        dtype=getattr(torch, model.config.dtype),
+        overwrite=overwrite,
+        tokenizer=tokenizer.path,
+        chat_template=tokenizer.chat_template,
+    )
+    if dist.get_rank() == 0:
+        print(f"{model.name} exported to {target}", file=sys.stderr)

@@ -1,0 +1,154 @@
+"""Supervised fine-tuning: a language model learns the tokens of written responses."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.checkpoint.hf import read_head
+from mrlhf.config_supervised import SFTConfig, SupervisedConfig
+from mrlhf.data.sft import SFTExample, load_sft, sft_batch
+from mrlhf.data.stream import ExampleSet, split_examples
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.errors import ConfigError
+from mrlhf.megatron.model import LogprobRequest
+from mrlhf.parallel.launch import shutdown
+from mrlhf.rl.masked import masked_sum
+from mrlhf.roles.model import TrainedModel, Update, in_label_frame, label_targets, pad_frame
+from mrlhf.trainer import supervised
+from mrlhf.trainer.job import join
+from mrlhf.trainer.supervised import SupervisedTrainer, counts_metrics, micro_batch_plan
+from mrlhf.types import Metric, RolloutBatch
+
+
+def run(config: SFTConfig) -> None:
+    """Train as configured, export, and leave the process group; every rank of the job calls this.
+
+    Raises:
+        MrlhfError: anything the user can mend: configuration, data, checkpoints.
+    """
+    trainer = build_trainer(config)
+    trainer.train()
+    if config.trainer.export:
+        trainer.export()
+    dist.barrier()
+    shutdown()
+
+
+def build_trainer(config: SFTConfig) -> SupervisedTrainer[SFTExample]:
+    """Read everything the configuration names, check it, join the other ranks and build the model.
+
+    Raises:
+        MrlhfError: as `run`.
+    """
+    model = supervised.read_start_model(config)
+    if read_head(config.model.path) != "lm":
+        raise ConfigError(f"model.path: {config.model.path} is a sequence classifier; sft trains a language model")
+    models = {supervised.MODEL: model}
+    # Before the examples are encoded, which can take minutes.
+    env = supervised.check_job(config, models)
+    supervised.check_supervised_output(config)
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
+    supervised.check_tokenizer(tokenizer, model.vocab_size)
+    longest = supervised.example_length(config, model)
+    train = read_examples(config, config.data.train, tokenizer, longest)
+    if config.data.validation:
+        validation: ExampleSet[SFTExample] | None = read_examples(config, config.data.validation, tokenizer, longest)
+    elif config.data.validation_fraction:
+        train, validation = split_examples(train, config.data.validation_fraction, seed=config.seed)
+    else:
+        validation = None
+    steps = supervised.total_steps(config, len(train.examples))
+    job = join(config, models, env)
+    objective = SFTObjective(config, supervised.build_trained(job, "lm", steps))
+    pad_id, multiple = tokenizer.pad_id, job.pad_to_multiple
+    return SupervisedTrainer(
+        job,
+        objective,
+        tokenizer,
+        train,
+        validation,
+        lambda examples, first: sft_batch(examples, pad_id=pad_id, pad_to_multiple=multiple, first_id=first),
+        steps=steps,
+        derived=perplexity,
+    )
+
+
+def read_examples(
+    config: SFTConfig, paths: tuple[str, ...], tokenizer: Tokenizer, max_length: int
+) -> ExampleSet[SFTExample]:
+    """Examples as the ``data`` section says. Raises `DataError` naming file and line."""
+    data = config.data
+    return load_sft(
+        paths,
+        tokenizer,
+        max_length=max_length,
+        learn_on=data.learn_on,
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        overlong=data.overlong,
+        skip_bad_lines=data.skip_bad_lines,
+    )
+
+
+def perplexity(metrics: dict[str, float]) -> dict[str, float]:
+    """``exp`` of the mean loss of a token."""
+    loss = metrics.get("loss", math.nan)
+    # exp(709) is the end of fp64; a diverging run should not end in an OverflowError.
+    return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+class SFTObjective:
+    """The mean negative log-likelihood of the learned tokens."""
+
+    def __init__(self, config: SupervisedConfig, model: TrainedModel) -> None:
+        """Keep references.
+
+        Args:
+            config: its ``train`` section says how rows are cut into micro-batches.
+            model: a language model.
+        """
+        self.config = config
+        self.model = model
+
+    def prepare(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch itself."""
+        return batch
+
+    def denominator(self, batch: RolloutBatch) -> float:
+        """The learned tokens."""
+        assert batch.response_mask is not None
+        return float(batch.response_mask.sum())
+
+    def step(self, batch: RolloutBatch, denominator: float) -> Update:
+        """One optimizer step."""
+        plan = micro_batch_plan(self.config, batch, self.model)
+        return self.model.update(batch, plan, nll_loss, denominator, learned_request, packed=self.config.train.packing)
+
+    def evaluate(self, batch: RolloutBatch) -> dict[str, Metric]:
+        """The loss as a sum over learned tokens with their number."""
+        plan = micro_batch_plan(self.config, batch, self.model)
+        logprobs = self.model.per_token(batch, plan, learned_request, packed=self.config.train.packing)
+        if not counts_metrics(self.model):
+            return {}
+        return _nll(logprobs, batch)[1]
+
+
+def learned_request(batch: RolloutBatch) -> LogprobRequest:
+    """Asks the head for the log-probs of the learned tokens of a micro-batch."""
+    assert batch.response_mask is not None
+    return LogprobRequest(targets=label_targets(batch), wanted=pad_frame(batch.response_mask))
+
+
+def nll_loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """``-log p`` summed over the learned tokens of a micro-batch; ``output`` is ``[b, S]`` fp32."""
+    return _nll(in_label_frame(output), batch)
+
+
+def _nll(logprobs: torch.Tensor, batch: RolloutBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
+    assert batch.response_mask is not None
+    loss = -masked_sum(logprobs, batch.response_mask)
+    count = batch.response_mask.sum()
+    return loss, {"loss": Metric("mean", loss.detach().double(), count.double())}

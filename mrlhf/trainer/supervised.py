@@ -1,0 +1,379 @@
+"""The loop of every training on written examples: batches, steps, validation, metrics, export."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from mrlhf.checkpoint.hf_config import read_model_config
+from mrlhf.config_supervised import SupervisedConfig
+from mrlhf.data.stream import ExampleSet, ExampleStream
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import ConfigError, MrlhfError, join_problems
+from mrlhf.megatron.model import Head
+from mrlhf.megatron.optimizer import peak_memory_bytes
+from mrlhf.megatron.spec import available_parts
+from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.collectives import all_reduce_metrics
+from mrlhf.parallel.launch import LaunchEnv, detect_launch
+from mrlhf.parallel.layout import data_parallel_slice
+from mrlhf.planner import size_problems
+from mrlhf.progress import Display, open_display
+from mrlhf.roles.micro_batches import Plan, make_plan
+from mrlhf.roles.model import TrainedModel, Update
+from mrlhf.trainer.job import Job, load_model, make_trainable, read_architectures
+from mrlhf.trainer.outputs import check_output_folder, export_model, open_output
+from mrlhf.trainer.report import PhaseTimer
+from mrlhf.types import Metric, RolloutBatch, merge_metrics
+
+E = TypeVar("E")
+S = TypeVar("S", bound=SupervisedConfig)
+SupervisedJob: TypeAlias = Job[SupervisedConfig]
+Collate = Callable[[Sequence[E], int], RolloutBatch]
+"""Rows from examples and the number of the first one in the stream; no examples give no rows."""
+
+MODEL = "model"
+"""Name of the exported folder."""
+
+
+class Objective(Protocol):
+    """What is learned: the loss, and what has to be computed for it.
+
+    Attributes:
+        model: the trained model, for its rate, its export and its place in the layout.
+    """
+
+    model: TrainedModel
+
+    def prepare(self, batch: RolloutBatch) -> RolloutBatch:
+        """Add what passes without gradient compute to this rank's rows; the batch itself where there is none."""
+
+    def denominator(self, batch: RolloutBatch) -> float:
+        """What the loss sum is divided by, from the rows of all ranks; lengths and masks alone decide it."""
+
+    def step(self, batch: RolloutBatch, denominator: float) -> Update:
+        """One optimizer step on this rank's rows."""
+
+    def evaluate(self, batch: RolloutBatch) -> dict[str, Metric]:
+        """The metrics of this rank's rows without a gradient; empty except on tensor rank 0 of the last stage.
+
+        Collectives stay within the replica: replicas may call it a different number of times.
+        """
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The result of one validation: after which step, and its metrics."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+def check_job(config: SupervisedConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
+    """Find the launcher and check all sizes against its world; nothing is started.
+
+    Raises:
+        ConfigError: the launcher's variables are inconsistent, or layout, batch sizes, lengths and models do not fit
+            together.
+    """
+    env = detect_launch(os.environ)
+    train = config.train
+    problems = size_problems(
+        config.parallel.sizes(env.world_size),
+        models,
+        minibatch_size=train.batch_size,
+        micro_batch_size=train.micro_batch_size,
+        micro_batch_tokens=train.micro_batch_tokens,
+        batch_name="train.batch_size",
+    )
+    longest = config.data.max_length
+    problems += [
+        f"{role}: data.max_length {longest} is over the model's length of {model.max_position_embeddings}; lower it"
+        for role, model in models.items()
+        if longest is not None and longest > model.max_position_embeddings
+    ]
+    if problems:
+        raise ConfigError(join_problems("these sizes cannot work together:", problems))
+    return env
+
+
+def read_start_model(config: SupervisedConfig) -> ModelConfig:
+    """The architecture of ``model.path``, after a look at its weight files unless they are not needed.
+
+    Raises:
+        CheckpointError: no readable configuration or weights.
+    """
+    if config.model.init == "random":
+        return read_model_config(config.model.path)
+    return read_architectures({MODEL: config.model.path})[MODEL]
+
+
+def example_length(config: SupervisedConfig, model: ModelConfig) -> int:
+    """The longest example in tokens."""
+    return config.data.max_length or model.max_position_embeddings
+
+
+def check_supervised_output(config: SupervisedConfig) -> None:
+    """`check_output_folder` for everything that the configuration reads. Raises `ConfigError`."""
+    files = [path for path in config.data_files().values() if path]
+    inputs = [*config.model_folders().values(), config.tokenizer_path, *files]
+    check_output_folder(config.output_dir, [MODEL], inputs, overwrite=config.trainer.overwrite)
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for. Raises `ConfigError`."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary is "
+            f"{vocab_size}; use the tokenizer of the model"
+        )
+
+
+def total_steps(config: SupervisedConfig, examples: int) -> int:
+    """Optimizer steps of the run.
+
+    Raises:
+        ConfigError: the warm-up is longer.
+    """
+    steps = config.trainer.iterations or math.ceil(config.trainer.epochs * examples / config.train.batch_size)
+    warmup = config.optimizer.warmup_iterations
+    if warmup > steps:
+        raise ConfigError(
+            f"optimizer.warmup_iterations {warmup} are over the run's {steps} steps ({examples} examples in batches of "
+            f"{config.train.batch_size}, {config.trainer.epochs:g} epochs); shorten the warm-up or lengthen the run"
+        )
+    return steps
+
+
+def build_trained(job: Job[S], head: Head, steps: int, *, head_init: str = "auto") -> TrainedModel:
+    """``model.path`` on this rank with its optimizer, whose schedule ends after ``steps``."""
+    config = job.config
+    chunks = load_model(
+        job,
+        MODEL,
+        config.model.path,
+        head,
+        dropout=config.model.dropout,
+        trainable=True,
+        head_init=head_init,
+        init=config.model.init,
+    )
+    adam = config.optimizer
+    trainable = make_trainable(job, chunks, adam, total_steps=steps, distributed=adam.distributed)
+    return TrainedModel(MODEL, job.models[MODEL], trainable, job.groups)
+
+
+def micro_batch_plan(config: SupervisedConfig, batch: RolloutBatch, model: TrainedModel) -> Plan:
+    """The micro-batches of this rank's rows as the ``train`` section says."""
+    return make_plan(
+        batch,
+        rows=config.train.micro_batch_size,
+        tokens=config.train.micro_batch_tokens,
+        multiple=model.groups.pp.size() if len(model.chunks) > 1 else 1,
+    )
+
+
+def counts_metrics(model: TrainedModel) -> bool:
+    """Whether this rank's metrics count: tensor ranks of the last stage hold the same numbers, the first one counts."""
+    return bool(model.is_last_stage and model.groups.tp.rank() == 0)
+
+
+def _nothing_derived(metrics: dict[str, float]) -> dict[str, float]:
+    return {}
+
+
+class SupervisedTrainer(Generic[E]):
+    """A run on this rank."""
+
+    def __init__(
+        self,
+        job: SupervisedJob,
+        objective: Objective,
+        tokenizer: Tokenizer,
+        train: ExampleSet[E],
+        validation: ExampleSet[E] | None,
+        collate: Collate[E],
+        *,
+        steps: int,
+        head: Head = "lm",
+        derived: Callable[[dict[str, float]], dict[str, float]] = _nothing_derived,
+    ) -> None:
+        """Keep references and start the stream of examples.
+
+        Args:
+            job: the world, its groups and the configuration.
+            objective: with its model built.
+            tokenizer: goes along with exports.
+            train: at least one example.
+            validation: held-out examples, or None.
+            collate: makes rows of examples, on the CPU.
+            steps: see `total_steps`.
+            head: of the exported model.
+            derived: further numbers from the loss's metrics, such as the perplexity.
+        """
+        self.job, self.config, self.objective = job, job.config, objective
+        self.tokenizer, self.steps, self.head, self.derived = tokenizer, steps, head, derived
+        self.examples, self.validation, self.collate = train, validation, collate
+        self.validations: list[Validation] = []
+        self.bad_steps = 0
+        self.stream = ExampleStream(
+            train.examples,
+            train.fingerprint,
+            seed=self.config.seed,
+            batch_size=self.config.train.batch_size,
+            shuffle=self.config.data.shuffle,
+        )
+
+    @property
+    def model(self) -> TrainedModel:
+        """The trained model."""
+        return self.objective.model
+
+    def train(self) -> None:
+        """All steps, with validations and exports between them.
+
+        Raises:
+            MrlhfError: more gradients in a row are not finite than ``trainer.max_bad_steps`` allows.
+        """
+        trainer = self.config.trainer
+        writers = open_output(self.config, trainer, [MODEL]) if dist.get_rank() == 0 else None
+        with open_display(trainer.progress, self.steps, rank=dist.get_rank()) as display:
+            self._announce(display)
+            for step in range(self.steps):
+                metrics = self.iterate(step, display)
+                if self.validation is not None and self._due(step, trainer.eval_interval):
+                    metrics |= self._validate(step + 1, display)
+                if writers is not None:
+                    writers.write(step, metrics)
+                display.iteration(step + 1, metrics)
+                if trainer.export_interval and (step + 1) % trainer.export_interval == 0:
+                    self.export(f"-{step + 1:06d}")
+            display.message(self._summary(metrics))
+        if writers is not None:
+            writers.close()
+
+    def iterate(self, step: int, display: Display) -> dict[str, float]:
+        """One optimizer step; returns the metrics, complete on every rank."""
+        timer = PhaseTimer(display)
+        with timer.phase("data"):
+            first = self.stream.position
+            examples = next(self.stream)
+            whole = self.collate(examples, first)
+            mine = data_parallel_slice(len(examples), self.job.dp_rank, self.job.dp_size)
+            batch = self.collate(examples[mine], first + mine.start).to(self.job.device)
+        with timer.phase("train"):
+            batch = self.objective.prepare(batch)
+            update = self.objective.step(batch, self.objective.denominator(whole))
+        self._check_step(step, update)
+        rate = self.model.trainable.learning_rate
+        self.model.trainable.advance_schedule()
+        # Ranks disagree about time and memory; the slowest and the largest count.
+        worst = {f"time_{name}": Metric("max", seconds, 1.0) for name, seconds in timer.seconds().items()}
+        worst["peak_memory_gib"] = Metric("max", peak_memory_bytes() / 2**30, 1.0)
+        counted = update.metrics if counts_metrics(self.model) else {}
+        reduced = {name: m.result() for name, m in all_reduce_metrics({**counted, **worst}).items()}
+        measured = {name: reduced.pop(name) for name in worst}
+        return {
+            **reduced,
+            **self.derived(reduced),
+            "grad_norm": update.grad_norm,
+            "lr": rate,
+            "skipped_updates": float(not update.updated),
+            "tokens_per_second": float(whole.lengths.sum()) / measured["time_iteration"],
+            **measured,
+            "epoch": self.stream.position / len(self.examples.examples),
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """The objective's metrics over the whole validation set, the same on every rank.
+
+        Replicas take turns of different length where the set does not divide evenly; one reduction at the end puts
+        sums and counts together, so every example counts once.
+
+        Raises:
+            ValueError: there is no validation set.
+        """
+        if self.validation is None:
+            raise ValueError("there is no validation set")
+        examples, size = self.validation.examples, self.job.dp_size
+        share, piece = examples[self.job.dp_rank :: size], max(self.config.train.batch_size // size, 1)
+        parts = []
+        for start in range(0, len(share), piece):
+            batch = self.collate(share[start : start + piece], start).to(self.job.device)
+            parts.append(self.objective.evaluate(self.objective.prepare(batch)))
+        merged = merge_metrics(parts) if counts_metrics(self.model) else {}
+        reduced = {name: metric.result() for name, metric in all_reduce_metrics(merged).items()}
+        return {**reduced, **self.derived(reduced)}
+
+    def export(self, suffix: str = "") -> None:
+        """Write the model as a Hugging Face folder into the output folder, in the dtype it came in.
+
+        Args:
+            suffix: of the folder's name.
+        """
+        export_model(
+            self.model,
+            self.config.output_dir / f"{MODEL}{suffix}",
+            source=self.config.model.path,
+            head=self.head,
+            groups=self.job.groups,
+            tokenizer=self.tokenizer,
+            overwrite=self.config.trainer.overwrite,
+        )
+
+    def _due(self, step: int, interval: int) -> bool:
+        return step + 1 == self.steps or bool(interval and (step + 1) % interval == 0)
+
+    def _validate(self, step: int, display: Display) -> dict[str, float]:
+        display.phase("validate")
+        metrics = self.evaluate()
+        self.validations.append(Validation(step, metrics))
+        display.message(f"validation after {step} steps: {_numbers(metrics)}")
+        return {f"validation/{name}": value for name, value in metrics.items()}
+
+    def _check_step(self, step: int, update: Update) -> None:
+        """Count skipped steps and stop a run that gets nowhere; every rank comes to the same answer."""
+        if update.updated:
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        if self.model.trainable.scale_exhausted:
+            raise MrlhfError(
+                f"the gradient overflows fp16 in step {step} even with the lowest loss scale; use precision.dtype=bf16 "
+                "or fp32, or lower optimizer.lr"
+            )
+        if self.bad_steps > self.config.trainer.max_bad_steps:
+            raise MrlhfError(
+                f"{self.bad_steps} optimizer steps in a row were skipped, since the gradient was not finite (norm "
+                f"{update.grad_norm} in step {step}); lower optimizer.lr, use precision.dtype=fp32, or raise "
+                "trainer.max_bad_steps to wait longer"
+            )
+
+    def _announce(self, display: Display) -> None:
+        job, data = self.job, self.examples
+        display.message(f"{job.env.launcher}: {job.sizes.describe()}; {available_parts(job.dtype).describe()}")
+        left_out = {"malformed lines skipped": data.skipped, "over-long dropped": data.dropped}
+        left_out["over-long cut"] = data.truncated
+        counted = "".join(f", {count} {what}" for what, count in left_out.items() if count)
+        held = f", {len(self.validation.examples)} held out" if self.validation is not None else ""
+        display.message(f"{len(data.examples)} training examples{held}{counted}; {self.steps} steps")
+
+    def _summary(self, metrics: dict[str, float]) -> str:
+        lines = []
+        scored = [v for v in self.validations if "loss" in v.metrics]
+        if scored:
+            best = min(scored, key=lambda v: v.metrics["loss"])
+            lines.append(f"best validation, after {best.step} steps: {_numbers(best.metrics)}")
+            lines.append(f"last validation, after {scored[-1].step} steps: {_numbers(scored[-1].metrics)}")
+        elif "loss" in metrics:
+            lines.append(f"loss {metrics['loss']:.4f} in the last step")
+        return "\n".join([*lines, f"see {self.config.metrics_path}"])
+
+
+def _numbers(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
