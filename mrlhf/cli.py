@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from mrlhf import __version__
 from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
 from mrlhf.config_inference import EvalConfig, GenerateConfig
+from mrlhf.config_preferences import DPOConfig, RewardTrainingConfig
 from mrlhf.config_sections import RunConfig
 from mrlhf.config_supervised import SFTConfig
 from mrlhf.errors import MrlhfError
@@ -118,6 +119,30 @@ class SFTCommand(ConfigCommand):
 def sft(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
     """Fine-tune a language model on prompts with responses, chats or texts."""
     _train(SFTConfig, "mrlhf.trainer.sft", config, overrides, print_config)
+
+
+class RewardCommand(ConfigCommand):
+    """`ConfigCommand` of reward model training."""
+
+    schema = RewardTrainingConfig
+
+
+@app.command(cls=RewardCommand)
+def reward(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
+    """Train a reward model on preference pairs."""
+    _train(RewardTrainingConfig, "mrlhf.trainer.reward", config, overrides, print_config)
+
+
+class DPOCommand(ConfigCommand):
+    """`ConfigCommand` of direct preference optimisation."""
+
+    schema = DPOConfig
+
+
+@app.command(cls=DPOCommand)
+def dpo(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
+    """Train a language model on preference pairs, without a reward model (DPO, IPO, SLiC)."""
+    _train(DPOConfig, "mrlhf.trainer.dpo", config, overrides, print_config)
 
 
 class EvalCommand(ConfigCommand):

@@ -93,10 +93,12 @@ def load_model(
     trainable: bool = False,
     head_init: str = "auto",
     init: Literal["loaded", "random"] = "loaded",
+    masked: bool = False,
 ) -> list[torch.nn.Module]:
     """This rank's stages of ``job.models[role]`` with the weights in ``path``; ``head_init`` as `load_weights`.
 
-    With ``init="random"`` nothing is read, and the weights are drawn by the run's seed (`draw_weights`).
+    With ``init="random"`` nothing is read, and the weights are drawn by the run's seed (`draw_weights`). A model that
+    will get attention masks is ``masked``, see `build_model`.
     """
     model = job.models[role]
     loaded = init == "loaded"
@@ -110,6 +112,7 @@ def load_model(
         dropout=dropout,
         trainable=trainable,
         value_bias=bias,
+        masked=masked,
     )
     if not loaded:
         draw_weights(

@@ -150,8 +150,10 @@ def total_steps(config: SupervisedConfig, examples: int) -> int:
     return steps
 
 
-def build_trained(job: Job[S], head: Head, steps: int, *, head_init: str = "auto") -> TrainedModel:
-    """``model.path`` on this rank with its optimizer, whose schedule ends after ``steps``."""
+def build_trained(
+    job: Job[S], head: Head, steps: int, *, head_init: str = "auto", masked: bool = False
+) -> TrainedModel:
+    """``model.path`` on this rank with its optimizer, whose schedule ends after ``steps``; see `load_model`."""
     config = job.config
     chunks = load_model(
         job,
@@ -162,6 +164,7 @@ def build_trained(job: Job[S], head: Head, steps: int, *, head_init: str = "auto
         trainable=True,
         head_init=head_init,
         init=config.model.init,
+        masked=masked,
     )
     adam = config.optimizer
     trainable = make_trainable(job, chunks, adam, total_steps=steps, distributed=adam.distributed)

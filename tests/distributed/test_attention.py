@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mrlhf.megatron.attention import SDPAttention
+from mrlhf.megatron.attention import SDPAttention, padded_causal_mask
 from tests.distributed.megatron_tools import PP2, SP, TP2, VPP2, Reference, build
 from tools.make_tiny_model import make_tiny_model
 
@@ -156,3 +156,22 @@ def test_cached_logits_equal_full_recomputation(run_ranks: Any, tmp_path: Path, 
             expected = torch.stack([full[i][len(PROMPTS[i]) - 1 + step] for i in range(3)])
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(steps[4], full[1][-1:], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_masked_keys_are_not_seen_by_any_query_and_the_padding_still_gets_numbers(kv_heads: int) -> None:
+    """A row of 4 keys in 7 slots: real queries as ever, queries on the padding as if the row's keys ended at 4."""
+    query, key, value = tensors(7, 2, 4, kv_heads, 8, torch.float64)
+    lengths = torch.tensor([4, 7])
+    ours = attention()(query, key, value, padded_causal_mask(lengths, 7))
+    plain = explicit(query, key, value)
+    torch.testing.assert_close(ours[:, 1], plain[:, 1])
+    torch.testing.assert_close(ours[:4, 0], plain[:4, 0])
+    for slot in range(4, 7):
+        # The same query right after the last key: there the causal order alone hides nothing and shows all 4 keys.
+        moved = query.clone()
+        moved[3] = query[slot]
+        torch.testing.assert_close(ours[slot, 0], explicit(moved[:4], key[:4], value[:4])[3, 0])
+    gradient = torch.autograd.grad(ours.sum(), key)[0]
+    assert torch.equal(gradient[4:, 0], torch.zeros_like(gradient[4:, 0]))
+    assert bool(gradient[4:, 1].ne(0).any())

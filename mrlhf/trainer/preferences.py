@@ -1,0 +1,109 @@
+"""What reward model training and DPO share: the pairs, their micro-batches, and the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mrlhf.config_preferences import PreferenceConfig
+from mrlhf.data.preferences import PreferenceExample, load_preferences, pair_batch
+from mrlhf.data.stream import ExampleSet, split_examples
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.megatron.model import Head
+from mrlhf.model_config import ModelConfig
+from mrlhf.roles.micro_batches import Plan, make_pair_plan
+from mrlhf.roles.model import RoleModel
+from mrlhf.trainer import supervised
+from mrlhf.trainer.job import Job, join
+from mrlhf.trainer.supervised import Objective, SupervisedTrainer
+from mrlhf.types import RolloutBatch
+
+P = TypeVar("P", bound=PreferenceConfig)
+Pairs = ExampleSet[PreferenceExample]
+PreferenceTrainer = SupervisedTrainer[PreferenceExample]
+
+
+@dataclass(frozen=True)
+class Start(Generic[P]):
+    """A run whose inputs have been read and whose ranks have met, before any model exists."""
+
+    job: Job[P]
+    tokenizer: Tokenizer
+    train: Pairs
+    validation: Pairs | None
+    steps: int
+
+    def trainer(self, objective: Objective, head: Head) -> PreferenceTrainer:
+        """The loop around ``objective``; the model is exported with ``head``."""
+        pad_id, multiple = self.tokenizer.pad_id, self.job.pad_to_multiple
+
+        def collate(examples: Sequence[PreferenceExample], first: int) -> RolloutBatch:
+            return pair_batch(examples, pad_id=pad_id, pad_to_multiple=multiple, first_id=first)
+
+        return SupervisedTrainer(
+            self.job,
+            objective,
+            self.tokenizer,
+            self.train,
+            self.validation,
+            collate,
+            steps=self.steps,
+            head=head,
+        )
+
+
+def start_run(config: P, models: dict[str, ModelConfig]) -> Start[P]:
+    """Read and check everything the configuration names, then join the other ranks.
+
+    Args:
+        config: of the run.
+        models: the architectures that take part, by role.
+
+    Raises:
+        MrlhfError: anything the user can mend.
+    """
+    # Before the pairs are encoded, which can take minutes.
+    env = supervised.check_job(config, models)
+    supervised.check_supervised_output(config)
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
+    for model in models.values():
+        supervised.check_tokenizer(tokenizer, model.vocab_size)
+    longest = min(supervised.example_length(config, model) for model in models.values())
+    train = read_pairs(config, config.data.train, tokenizer, longest)
+    validation: Pairs | None = None
+    if config.data.validation:
+        validation = read_pairs(config, config.data.validation, tokenizer, longest)
+    elif config.data.validation_fraction:
+        train, validation = split_examples(train, config.data.validation_fraction, seed=config.seed)
+    steps = supervised.total_steps(config, len(train.examples))
+    return Start(join(config, models, env), tokenizer, train, validation, steps)
+
+
+def read_pairs(config: PreferenceConfig, paths: Sequence[str], tokenizer: Tokenizer, max_length: int) -> Pairs:
+    """Pairs as the ``data`` section says. Raises `DataError` naming file and line."""
+    data = config.data
+    return load_preferences(
+        paths,
+        tokenizer,
+        max_length=max_length,
+        overlong=data.overlong,
+        skip_bad_lines=data.skip_bad_lines,
+        prompt_key=data.prompt_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        margin_key=data.margin_key,
+    )
+
+
+def pair_plan(config: PreferenceConfig, batch: RolloutBatch, model: RoleModel, *, training: bool) -> Plan:
+    """The micro-batches of this rank's pairs as the ``train`` section says."""
+    # Interleaved stages train in groups of PP micro-batches; a pass without gradient fills up the last group by itself.
+    multiple = model.groups.pp.size() if training and len(model.chunks) > 1 else 1
+    train = config.train
+    return make_pair_plan(batch, pairs=train.micro_batch_size, tokens=train.micro_batch_tokens, multiple=multiple)
+
+
+def pair_count(batch: RolloutBatch) -> float:
+    """Pairs of a batch: what a sum over pairs is divided by."""
+    return float(batch.size // 2)
