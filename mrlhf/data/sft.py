@@ -58,10 +58,12 @@ def load_sft(
     skip_bad_lines: bool = False,
     prompt_key: str = "prompt",
     response_key: str = "response",
+    messages_key: str = "messages",
+    text_key: str = "text",
 ) -> ExampleSet[SFTExample]:
     """Read rows of JSONL, Parquet or CSV files as token ids.
 
-    A row has ``messages`` (chat), or a prompt (text or messages) and a response, or ``text``; the first of these that
+    A row has chat messages, or a prompt (text or messages) and a response, or plain text; the first of these that
     it has counts, other fields are left alone. The response, and plain text, end with exactly one end id, which is
     learned; where the chat template ends a turn with an end id, that one.
 
@@ -74,6 +76,8 @@ def load_sft(
         skip_bad_lines: count malformed rows instead of failing on them.
         prompt_key: field of the prompt.
         response_key: field of the response.
+        messages_key: field of a conversation.
+        text_key: field of plain text.
 
     Returns:
         the examples; ``dropped`` counts also truncated rows without any learned token left.
@@ -88,7 +92,7 @@ def load_sft(
     tokenizer.finish([])
     examples: list[SFTExample] = []
     skipped = dropped = truncated = 0
-    parse = partial(_parse, prompt_key=prompt_key, response_key=response_key)
+    parse = partial(_parse, keys=(messages_key, prompt_key, response_key, text_key))
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
         records, bad = read_rows(path, parse, noun="example", expected=EXPECTED, skip_bad_lines=skip_bad_lines)
         skipped += bad
@@ -157,22 +161,24 @@ def sft_batch(
     return batch.replace(response_mask=mask)
 
 
-def _parse(item: Fields, number: int, prompt_key: str, response_key: str) -> SFTRecord:
+def _parse(item: Fields, number: int, keys: tuple[str, str, str, str]) -> SFTRecord:
+    messages_key, prompt_key, response_key, text_key = keys
     present = {key: value for key, value in item.items() if value is not None}
-    if "messages" in present:
-        messages = present["messages"]
+    if messages_key in present:
+        messages = present[messages_key]
         if not isinstance(messages, list):
-            raise ValueError(f"'messages' is {kind(messages)}, expected a list of chat messages")
-        check_messages(messages, "messages")
+            raise ValueError(f"{messages_key!r} is {kind(messages)}, expected a list of chat messages")
+        check_messages(messages, messages_key)
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("'messages' has no message from the assistant, so there is nothing to learn")
+            raise ValueError(f"{messages_key!r} has no message from the assistant, so there is nothing to learn")
         return SFTRecord(number, messages=messages)
     if prompt_key in present and response_key in present:
         prompt = check_prompt(present[prompt_key], prompt_key)
         return SFTRecord(number, prompt=prompt, response=check_text(present[response_key], response_key))
-    if "text" in present:
-        return SFTRecord(number, response=check_text(present["text"], "text"))
-    raise ValueError(f"expected {EXPECTED}; the fields are: {field_names(present)}")
+    if text_key in present:
+        return SFTRecord(number, response=check_text(present[text_key], text_key))
+    expected = f"{prompt_key!r} and {response_key!r}, or {messages_key!r}, or {text_key!r}"
+    raise ValueError(f"expected the fields {expected}; the fields are: {field_names(present)}")
 
 
 def _encode(record: SFTRecord, tokenizer: Tokenizer, learn_on: LearnOn) -> SFTExample:
