@@ -12,6 +12,7 @@ import yaml
 from mrlhf.config import PPOConfig, option_table
 from tests.distributed.hf_tools import assert_same_tensors
 from tests.end_to_end.jobs import ROOT, TinyJob, function_reward, rank_lines, run_command
+from tools.make_tiny_model import make_tiny_model
 
 RECORDING = ROOT / "tests" / "data" / "standard_trajectory"
 TP2 = "parallel.tensor_model_parallel_size=2"
@@ -69,6 +70,29 @@ def test_generate(tiny_job: TinyJob, tmp_path: Path) -> None:
     assert rows[2]["prompt"] == "a question about number 1"
     assert len({row["response"] for row in rows}) > 8
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_eval_needs_no_training_keys(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """A trained actor beside its reference; here they are two different models."""
+    config = tmp_path / "eval.yaml"
+    values = {
+        "actor": {"path": str(tiny_job.actor)},
+        "reward": {"sources": [{"kind": "model", "path": str(tiny_job.reward)}]},
+        "data": {"prompts": str(tiny_job.prompts)},
+        "rollout": {"max_response_length": 8},
+    }
+    config.write_text(yaml.safe_dump(values))
+    other = make_tiny_model(tmp_path / "other", seed=9, hidden_size=32, num_layers=2, ffn_hidden_size=64)
+    done = run_command("eval", config, f"reference.path={other}", "--output", tmp_path / "out")
+    assert done.status == 0, done.stderr
+    numbers = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert numbers["prompts"] == 8
+    assert numbers["kl_sequence"] > 0
+    assert numbers["difference"] == pytest.approx(numbers["score_mean"] - numbers["reference_score_mean"])
+    rows = _lines(tmp_path / "out" / "eval_samples.jsonl")
+    assert numbers["score_mean"] == pytest.approx(sum(row["score"] for row in rows) / 8, abs=1e-5)  # type: ignore[misc]
+    assert f"mean score {numbers['score_mean']:.3f}" in done.stdout
+    assert "before (reference)" in done.stderr
 
 
 def test_parity_holds(tmp_path: Path) -> None:
