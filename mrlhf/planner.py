@@ -321,8 +321,7 @@ def _batch_problems(
     if minibatch_size % (dp * rows):
         micro = f" x micro_batch_size {rows} = {dp * rows}" if micro_batch_size else ""
         problems.append(
-            f"{name} {minibatch_size} is not a multiple of DP {dp}{micro}; "
-            f"use {_neighbours(minibatch_size, dp * rows)}"
+            f"{name} {minibatch_size} is not a multiple of DP {dp}{micro}; use {_neighbours(minibatch_size, dp * rows)}"
         )
     elif vpp > 1 and minibatch_size // (dp * rows) % pp:
         count = minibatch_size // (dp * rows)
