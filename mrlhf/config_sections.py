@@ -120,6 +120,9 @@ class OutputConfig(Section):
 
     overwrite: bool = Field(False, description="take the place of an earlier run in output_dir; else it is refused")
     export: bool = Field(True, description="write the trained models as Hugging Face folders at the end")
+    export_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="number format of exported weights; auto: the wider of the start's and precision.dtype"
+    )
     export_interval: NaturalInt = Field(
         0, description="iterations between exports to actor-000100, critic-000100, ...; 0: only at the end"
     )

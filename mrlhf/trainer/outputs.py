@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mrlhf.checkpoint.convert import DTYPES
 from mrlhf.checkpoint.hf_export import export_hf
 from mrlhf.config import to_yaml
 from mrlhf.config_sections import OutputConfig, RunConfig
@@ -31,6 +34,7 @@ def check_output_folder(output: Path, names: Sequence[str], inputs: Iterable[str
     Raises:
         ConfigError: naming the folder and a way out.
     """
+    _check_writable(output)
     # Also a bare model folder: the export would be refused only after all the training.
     there = [path for path in (output / "metrics.jsonl", *written_folders(output, names)) if path.exists()]
     if there and not overwrite:
@@ -45,6 +49,33 @@ def check_output_folder(output: Path, names: Sequence[str], inputs: Iterable[str
                 raise ConfigError(
                     f"trainer.output_dir: the run would write {place}, but it reads {path}; choose another output_dir"
                 )
+
+
+def _check_writable(output: Path) -> None:
+    """Refuse a folder that cannot be made or written: else that would be found out after the models are loaded."""
+    parent = next((place for place in (output, *output.resolve().parents) if place.exists()), Path("/"))
+    if not parent.is_dir():
+        raise ConfigError(f"trainer.output_dir: {output} cannot be a folder, since {parent} is a file; choose another")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"trainer.output_dir: {output} cannot be written: no permission in {parent}")
+
+
+def check_writers(trainer: OutputConfig) -> None:
+    """Refuse W&B where it is not installed. Raises `ConfigError`."""
+    if trainer.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "trainer.wandb is true, but wandb is not installed; run pip install 'mrlhf[wandb]' or set it to false"
+        )
+
+
+def export_dtype(trainer: OutputConfig, source: str, run: torch.dtype) -> torch.dtype:
+    """Number format of exported weights: ``trainer.export_dtype``, or the wider of the source's and the run's.
+
+    A run in fp32 on bf16 weights would lose most of what small updates did if it went back to bf16 unasked.
+    """
+    if trainer.export_dtype != "auto":
+        return DTYPES[trainer.export_dtype]
+    return torch.promote_types(getattr(torch, source), run)
 
 
 def written_folders(output: Path, names: Sequence[str]) -> list[Path]:
@@ -66,7 +97,15 @@ def open_output(config: RunConfig, trainer: OutputConfig, names: Sequence[str]) 
 
 
 def export_model(
-    model: RoleModel, target: Path, *, source: str, head: str, groups: object, tokenizer: Tokenizer, overwrite: bool
+    model: RoleModel,
+    target: Path,
+    *,
+    source: str,
+    head: str,
+    groups: object,
+    tokenizer: Tokenizer,
+    overwrite: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Write ``model`` as a Hugging Face folder with the tokenizer that it was trained with; all ranks call it.
 
@@ -78,6 +117,7 @@ def export_model(
         groups: the model's process groups.
         tokenizer: the run's; its files and its chat template go along.
         overwrite: an earlier export may be replaced.
+        dtype: of the written weights, see `export_dtype`.
     """
     export_hf(
         model.chunks,
@@ -86,7 +126,7 @@ def export_model(
         source_folder=source,
         groups=groups,  # type: ignore[arg-type]
         head=head,
-        dtype=getattr(torch, model.config.dtype),
+        dtype=dtype,
         overwrite=overwrite,
         tokenizer=tokenizer.path,
         chat_template=tokenizer.chat_template,

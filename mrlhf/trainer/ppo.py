@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from mrlhf.checkpoint.hf_export import export_hf
-from mrlhf.config import to_yaml
 from mrlhf.config_schema import PPOConfig, RewardModelSource
 from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, shard
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
-from mrlhf.errors import ConfigError
 from mrlhf.megatron.spec import available_parts
-from mrlhf.metrics import open_writers
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.launch import shutdown
@@ -33,12 +26,16 @@ from mrlhf.trainer.evaluate import build_evaluator
 from mrlhf.trainer.evaluation import Evaluator, write_evaluation
 from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
 from mrlhf.trainer.inputs import check_fields, check_vocabulary, read_dataset, read_held_out, reward_functions, stop_ids
+from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model, open_output
 from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
 from mrlhf.trainer.rollouts import Sampler, Scorer
 from mrlhf.trainer.running import RunningMoments
 from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
 from mrlhf.trainer.updates import Updater
 from mrlhf.types import RolloutBatch
+
+EXPORTS = ("actor", "critic")
+"""Names of the exported folders."""
 
 
 def run(config: PPOConfig) -> None:
@@ -75,33 +72,11 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
 
 
 def check_output(config: PPOConfig) -> None:
-    """Refuse an output folder that holds another run, or whose exports would replace a model that the run reads.
-
-    Raises:
-        ConfigError: naming the folder and a way out.
-    """
-    output = Path(config.trainer.output_dir)
-    # Also a bare `actor/`: the export would be refused only after all the training.
-    there = [path for path in (config.metrics_path, *_written_folders(output)) if path.exists()]
-    if there and not config.trainer.overwrite:
-        raise ConfigError(
-            f"trainer.output_dir: {output} holds a run already ({there[0].name}); choose "
-            "another folder, or set trainer.overwrite=true to replace it"
-        )
-    inputs = [config.actor.path, config.reference_path, config.critic_path, config.tokenizer_path]
-    for path in [*inputs, *config.reward_model_paths]:
-        parents = {Path(path).resolve(), *Path(path).resolve().parents}
-        for place in _written_folders(output):
-            if place.resolve() in parents:
-                raise ConfigError(
-                    f"trainer.output_dir: the run would write {place}, but it reads {path}; choose another output_dir"
-                )
-
-
-def _written_folders(output: Path) -> list[Path]:
-    """Folders that a run replaces: its exports and its TensorBoard events."""
-    fixed = [output / name for name in ("actor", "critic", "tensorboard")]
-    return fixed + [p for role in ("actor", "critic") for p in output.glob(f"{role}-[0-9]*")]
+    """`check_output_folder` for everything that the run reads. Raises `ConfigError`."""
+    files = [path for path in config.data_files().values() if path]
+    inputs = [*config.model_folders().values(), config.tokenizer_path, *files]
+    check_output_folder(config.output_dir, EXPORTS, inputs, overwrite=config.trainer.overwrite)
+    check_writers(config.trainer)
 
 
 class PPOTrainer:
@@ -164,18 +139,9 @@ class PPOTrainer:
         config, rank = self.config, dist.get_rank()
         writers = None
         if rank == 0:
-            output = Path(config.trainer.output_dir)
-            output.mkdir(parents=True, exist_ok=True)
-            if config.trainer.overwrite and config.metrics_path.exists():
-                # What is left of a run that is replaced would be taken for the new one's.
-                for folder in _written_folders(output):
-                    shutil.rmtree(folder, ignore_errors=True)
-            (output / "config.yaml").write_text(to_yaml(config))
-            (output / "samples.jsonl").write_text("")
-            (output / "eval_samples.jsonl").unlink(missing_ok=True)
-            writers = open_writers(
-                output, config.trainer.tensorboard, config.trainer.wandb, config=config.model_dump(mode="json")
-            )
+            writers = open_output(config, config.trainer, EXPORTS)
+            (config.output_dir / "samples.jsonl").write_text("")
+            (config.output_dir / "eval_samples.jsonl").unlink(missing_ok=True)
         with open_display(config.trainer.progress, config.trainer.iterations, rank=rank) as display:
             self._announce(display)
             scores = []
@@ -225,28 +191,26 @@ class PPOTrainer:
         return metrics | rates
 
     def export(self, suffix: str = "") -> None:
-        """Write actor and critic as Hugging Face folders into the output folder, in the dtype they came in.
+        """Write actor and critic as Hugging Face folders into the output folder.
 
         Args:
             suffix: of the folders' names.
         """
-        output = Path(self.config.trainer.output_dir)
+        trainer = self.config.trainer
         for model, head, source in (
             (self.actor, "lm", self.config.actor.path),
             (self.critic, "value", self.config.critic_path),
         ):
-            export_hf(
-                model.chunks,
-                model.config,
-                output / f"{model.name}{suffix}",
-                source_folder=source,
-                groups=self.job.groups,
+            export_model(
+                model,
+                self.config.output_dir / f"{model.name}{suffix}",
+                source=source,
                 head=head,
-                dtype=getattr(torch, model.config.dtype),
-                overwrite=self.config.trainer.overwrite,
+                groups=self.job.groups,
+                tokenizer=self.tokenizer,
+                overwrite=trainer.overwrite,
+                dtype=export_dtype(trainer, model.config.dtype, self.job.dtype),
             )
-            if dist.get_rank() == 0:
-                print(f"{model.name} exported to {output / model.name}{suffix}", file=sys.stderr)
 
     def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
         inference = self.config.inference

@@ -27,7 +27,7 @@ from mrlhf.progress import Display, open_display
 from mrlhf.roles.micro_batches import Plan, make_plan
 from mrlhf.roles.model import TrainedModel, Update
 from mrlhf.trainer.job import Job, load_model, make_trainable, read_architectures
-from mrlhf.trainer.outputs import check_output_folder, export_model, open_output
+from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model, open_output
 from mrlhf.trainer.report import PhaseTimer
 from mrlhf.types import Metric, RolloutBatch, merge_metrics
 
@@ -123,6 +123,7 @@ def check_supervised_output(config: SupervisedConfig) -> None:
     files = [path for path in config.data_files().values() if path]
     inputs = [*config.model_folders().values(), config.tokenizer_path, *files]
     check_output_folder(config.output_dir, [MODEL], inputs, overwrite=config.trainer.overwrite)
+    check_writers(config.trainer)
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -327,6 +328,7 @@ class SupervisedTrainer(Generic[E]):
             groups=self.job.groups,
             tokenizer=self.tokenizer,
             overwrite=self.config.trainer.overwrite,
+            dtype=export_dtype(self.config.trainer, self.model.config.dtype, self.job.dtype),
         )
 
     def _due(self, step: int, interval: int) -> bool:

@@ -1,0 +1,58 @@
+"""The output folder is looked at before any model is loaded, and exports keep what training did."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrlhf.config_sections import OutputConfig
+from mrlhf.errors import ConfigError
+from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype
+
+
+def _check(output: Path) -> None:
+    check_output_folder(output, ["actor"], [], overwrite=False)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer.output_dir: .*file cannot be a folder"):
+        _check(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"since .*file is a file; choose another"):
+        _check(tmp_path / "file" / "below" / "it")
+    _check(tmp_path / "new" / "below")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match=r"cannot be written: no permission in .*locked"):
+        _check(tmp_path / "locked" / "run")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_that_is_not_there() -> None:
+    check_writers(OutputConfig())
+    with pytest.raises(ConfigError, match=r"wandb is not installed; run pip install 'mrlhf\[wandb\]'"):
+        check_writers(OutputConfig(wandb=True))
+
+
+@pytest.mark.parametrize(
+    ("asked", "source", "run", "expected"),
+    [
+        ("auto", "bfloat16", torch.float32, torch.float32),
+        ("auto", "bfloat16", torch.bfloat16, torch.bfloat16),
+        ("auto", "float32", torch.bfloat16, torch.float32),
+        ("auto", "float16", torch.bfloat16, torch.float32),
+        ("bf16", "float32", torch.float32, torch.bfloat16),
+        ("fp16", "bfloat16", torch.bfloat16, torch.float16),
+    ],
+)
+def test_the_number_format_of_exports(asked: str, source: str, run: torch.dtype, expected: torch.dtype) -> None:
+    config = OutputConfig(export_dtype=asked)  # type: ignore[arg-type]
+    assert export_dtype(config, source, run) is expected
