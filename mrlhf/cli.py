@@ -48,6 +48,8 @@ def _options(
 
 convert_app = typer.Typer(help="Convert weights from and to Hugging Face folders.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
+tokenizer_app = typer.Typer(help="Make tokenizers.", no_args_is_help=True)
+app.add_typer(tokenizer_app, name="tokenizer")
 
 
 C = TypeVar("C", bound=RunConfig)
@@ -73,6 +75,13 @@ class HeadChoice(str, Enum):
 
     LM = "lm"
     VALUE = "value"
+
+
+class TokenizerModelChoice(str, Enum):
+    """Kinds of SentencePiece models."""
+
+    BPE = "bpe"
+    UNIGRAM = "unigram"
 
 
 class ConfigCommand(TyperCommand):
@@ -266,6 +275,48 @@ def convert_export(
             dtype=DTYPES[dtype.value] if dtype else None,
             overwrite=overwrite,
         )
+
+    _guarded(work)
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    corpus: Annotated[list[Path], typer.Argument(help="Text files, or JSONL, Parquet or CSV files (see --key).")],
+    vocab_size: Annotated[int, typer.Option(min=1, help="Number of ids, special tokens and bytes included.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    model_type: Annotated[
+        TokenizerModelChoice, typer.Option(help="unigram folders are read by mrlhf, not by transformers.")
+    ] = TokenizerModelChoice.BPE,
+    character_coverage: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the corpus whose characters get ids of their own.")
+    ] = 0.9995,
+    byte_fallback: Annotated[bool, typer.Option(help="Spell other characters as bytes; else they are unknown.")] = True,
+    special_token: Annotated[
+        list[str] | None, typer.Option(help="Piece that is never split, such as a role marker; may be repeated.")
+    ] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja template or a file with one.")] = None,
+    key: Annotated[str, typer.Option(help="Field of the text or the chat messages.")] = "text",
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a SentencePiece tokenizer on a corpus."""
+
+    def work() -> None:
+        from mrlhf.data.tokenizer import load_tokenizer
+        from mrlhf.data.tokenizer_training import train_tokenizer
+
+        folder = train_tokenizer(
+            corpus,
+            output,
+            vocab_size=vocab_size,
+            model_type=model_type.value,
+            character_coverage=character_coverage,
+            byte_fallback=byte_fallback,
+            special_tokens=special_token or (),
+            chat_template=chat_template,
+            key=key,
+            overwrite=overwrite,
+        )
+        typer.echo(f"{folder}: {load_tokenizer(folder).vocab_size} ids")
 
     _guarded(work)
 

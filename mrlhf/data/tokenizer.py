@@ -335,11 +335,15 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
     elif where.suffix == ".model" and not where.is_file():
         raise DataError(f"tokenizer.path: {where} does not exist (expected a SentencePiece .model file)")
     backend: Backend = SentencePieceBackend(str(where)) if where.is_file() else HuggingFaceBackend(str(path))
-    return Tokenizer(backend, str(where), _read_template(chat_template))
+    return Tokenizer(backend, str(where), read_template(chat_template))
 
 
-def _read_template(chat_template: str | None) -> str | None:
-    """Jinja source as it is; anything that cannot be one is the name of a file."""
+def read_template(chat_template: str | None) -> str | None:
+    """Jinja source as it is; anything that cannot be one is the name of a file.
+
+    Raises:
+        DataError: neither Jinja source nor an existing file.
+    """
     if chat_template is None or "{" in chat_template or "\n" in chat_template:
         return chat_template
     file = Path(chat_template)
