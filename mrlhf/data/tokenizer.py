@@ -300,11 +300,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``."""
-        return self.backend.decode(list(ids), skip_special_tokens)
+        # A model may have more rows than the tokenizer has ids, and may say them; they stand for no text.
+        return self.backend.decode([i for i in ids if i < self.vocab_size], skip_special_tokens)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's spelling of each id, for token-level views."""
-        return self.backend.pieces(list(ids))
+        return [self.backend.pieces([i])[0] if i < self.vocab_size else f"<{i}>" for i in ids]
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
         prefix = self.backend.prefix

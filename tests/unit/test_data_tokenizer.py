@@ -242,3 +242,14 @@ def test_unreadable_tokenizers(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(DataError, match=r"generation_config\.json is not valid JSON"):
         load_tokenizer(folder)
+
+
+def test_ids_that_only_the_model_knows_stand_for_no_text(llama_model: Path, llama_folder: Path) -> None:
+    for path in (llama_model, llama_folder):
+        tokenizer = load_tokenizer(path)
+        ids = tokenizer.encode("Hello world")
+        beyond = tokenizer.vocab_size
+        mixed = [*ids[:2], beyond, *ids[2:], beyond + 7]
+        assert tokenizer.decode(mixed) == tokenizer.decode(ids) == "Hello world"
+        assert tokenizer.pieces(mixed)[-1] == f"<{beyond + 7}>"
+        assert tokenizer.pieces(mixed)[:2] == tokenizer.pieces(ids)[:2]
