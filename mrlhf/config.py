@@ -113,6 +113,16 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
         max_prompt_length=config.data.max_prompt_length or 1,
         max_response_length=config.rollout.max_response_length,
     )
+    if config.ptx.path is not None and config.ptx.batch_size is not None:
+        ptx = size_problems(
+            config.parallel.sizes(world_size),
+            {},
+            minibatch_size=config.ptx.batch_size,
+            micro_batch_size=config.ppo.micro_batch_size,
+            micro_batch_tokens=config.ppo.micro_batch_tokens,
+            batch_name="ptx.batch_size",
+        )
+        problems += [problem for problem in ptx if problem not in problems]
     if problems:
         raise ConfigError(join_problems("these sizes cannot work together:", problems))
 

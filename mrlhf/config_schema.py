@@ -11,23 +11,21 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from mrlhf.config_algorithm import PPOAlgorithmConfig, PTXConfig
 from mrlhf.config_sections import (
     AdamConfig,
     Dropout,
     FiniteFloat,
-    Fraction,
     InferenceConfig,
     NaturalInt,
     NonNegativeFloat,
     OutputConfig,
-    PositiveFloat,
     PositiveInt,
     RunConfig,
     Section,
     Temperature,
 )
 
-KLKind = Literal["k1", "k2", "k3", "abs"]
 Semantics = Literal["standard", "deepspeed_chat"]
 
 
@@ -118,39 +116,6 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[NaturalInt, ...] = Field((), description="ids that end a response, besides the model's own")
 
 
-class PPOAlgorithmConfig(Section):
-    """The PPO update."""
-
-    epochs: PositiveInt = Field(1, description="passes over each iteration's rows")
-    minibatch_size: PositiveInt = Field(description="rows of one optimizer step, over all ranks")
-    micro_batch_size: PositiveInt = Field(1, description="rows of one forward and backward pass on one rank")
-    micro_batch_tokens: PositiveInt | None = Field(
-        None, description="padded tokens of one forward and backward pass, instead of a number of rows"
-    )
-    shuffle: bool = Field(True, description="a new order of the rows in every epoch")
-    kl_coef: NonNegativeFloat = Field(0.1, description="weight of the KL penalty inside the reward")
-    kl_kind: KLKind = Field("k1", description="estimator of that KL")
-    score_clip: PositiveFloat = Field(5.0, description="scores are clamped to plus and minus this")
-    clip_eps: PositiveFloat = Field(0.2, description="the ratio is clipped to 1 plus and minus this")
-    value_clip: PositiveFloat = Field(0.2, description="values are clipped to the old ones plus and minus this")
-    gamma: Fraction = Field(1.0, description="discount of later rewards")
-    gae_lambda: Fraction = Field(0.95, description="discount of later temporal differences")
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
-        None, description="bound on the loss of tokens with negative advantage, as a ratio"
-    )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
-    kl_loss_coef: NonNegativeFloat = Field(0.0, description="weight of the KL as a term of the loss")
-    kl_loss_kind: KLKind = Field("k3", description="estimator of that KL")
-    whiten_advantages: bool = Field(False, description="advantages of mean 0 and variance 1 over all ranks")
-    whiten_rewards: bool = Field(False, description="rewards of variance 1 over all ranks, mean kept")
-    bootstrap_truncated: bool = Field(False, description="value after the last token of a response cut off by length")
-    log_entropy: bool = Field(False, description="log the entropy also when entropy_coef is 0")
-    ds_group_size: PositiveInt | None = Field(
-        None,
-        description="deepspeed_chat only: rows whose token mean is taken; null: minibatch_size, whatever the layout",
-    )
-
-
 class CriticAdamConfig(AdamConfig):
     """As for the actor, with a higher learning rate."""
 
@@ -214,6 +179,7 @@ class PPOConfig(RunConfig):
     data: DataConfig = Field(description="the prompts")
     rollout: RolloutConfig = Field(description="sampling")
     ppo: PPOAlgorithmConfig = Field(description="the update")
+    ptx: PTXConfig = Field(default_factory=PTXConfig, description="language modelling beside the updates")
     inference: InferenceConfig = Field(default_factory=InferenceConfig, description="passes without gradient")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out prompts")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the two optimizers")
@@ -235,6 +201,11 @@ class PPOConfig(RunConfig):
         return self.critic.path or next(iter(self.reward_model_paths), self.actor.path)
 
     @property
+    def ptx_batch_size(self) -> int:
+        """Rows of a language modelling step, over all ranks."""
+        return self.ptx.batch_size or self.ppo.minibatch_size
+
+    @property
     def reference_path(self) -> str:
         """The folder of the reference."""
         return self.reference.path or self.actor.path
@@ -251,11 +222,9 @@ class PPOConfig(RunConfig):
 
     def model_folders(self) -> dict[str, str]:
         """Folders that must hold a model, by key."""
-        folders = {
-            "actor.path": self.actor.path,
-            "critic.path": self.critic_path,
-            "reference.path": self.reference_path,
-        }
+        folders = {"actor.path": self.actor.path, "reference.path": self.reference_path}
+        if self.ppo.needs_critic:
+            folders["critic.path"] = self.critic_path
         for index, source in enumerate(self.reward.sources):
             if isinstance(source, RewardModelSource):
                 folders[f"reward.sources[{index}].path"] = source.path
@@ -266,30 +235,31 @@ class PPOConfig(RunConfig):
         return {
             "data.prompts": self.data.prompts,
             "evaluation.prompts": self.evaluation.prompts,
+            "ptx.path": self.ptx.path,
             "tokenizer.chat_template": self.tokenizer.chat_template,
         }
 
     def with_derived_paths(self) -> Self:
         """The same configuration with the paths that follow from others written out."""
-        update = {
-            "critic": self.critic.model_copy(update={"path": self.critic_path}),
-            "reference": self.reference.model_copy(update={"path": self.reference_path}),
-        }
+        update: dict[str, Section] = {"reference": self.reference.model_copy(update={"path": self.reference_path})}
+        if self.ppo.needs_critic:
+            update["critic"] = self.critic.model_copy(update={"path": self.critic_path})
         return super().with_derived_paths().model_copy(update=update)
 
     @model_validator(mode="after")
     def _fits_together(self) -> PPOConfig:
-        problems = []
-        group = self.ppo.ds_group_size
-        if self.semantics == "deepspeed_chat":
-            if self.ppo.whiten_advantages:
-                problems.append("ppo.whiten_advantages must be false: semantics deepspeed_chat never whitens them")
-            if group is not None and self.ppo.minibatch_size % group:
-                problems.append(
-                    f"ppo.minibatch_size {self.ppo.minibatch_size} is not a multiple of ppo.ds_group_size {group}"
-                )
-        elif group is not None:
-            problems.append(f"ppo.ds_group_size {group} has a meaning only with semantics=deepspeed_chat")
+        problems = self.ppo.problems(
+            semantics=self.semantics,
+            samples_per_prompt=self.rollout.samples_per_prompt,
+            iterations=self.trainer.iterations,
+        )
+        if not self.ppo.needs_critic:
+            for key, given in (
+                ("critic", self.critic != CriticConfig()),
+                ("optimizer.critic", self.optimizer.critic != CriticAdamConfig()),
+            ):
+                if given:
+                    problems.append(f"{key}: ppo.advantage {self.ppo.advantage} has no critic; leave these keys out")
         for role, adam in (("actor", self.optimizer.actor), ("critic", self.optimizer.critic)):
             if adam.warmup_iterations > self.trainer.iterations:
                 problems.append(

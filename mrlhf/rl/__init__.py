@@ -1,6 +1,7 @@
 """The mathematics of PPO and of preferences: pure torch functions of tensors and numbers."""
 
 from mrlhf.rl.advantages import gae
+from mrlhf.rl.groups import Aggregation, Estimator, group_advantages, returns_to_go, sequence_row_weights
 from mrlhf.rl.kl import KLKind, kl_estimate
 from mrlhf.rl.losses import (
     LossTerms,
@@ -23,6 +24,8 @@ from mrlhf.rl.preferences import (
 from mrlhf.rl.rewards import Semantics, response_masks, shape_rewards
 
 __all__ = [
+    "Aggregation",
+    "Estimator",
     "DPOKind",
     "KLKind",
     "LossTerms",
@@ -32,6 +35,7 @@ __all__ = [
     "ds_group_row_weights",
     "entropy_loss",
     "gae",
+    "group_advantages",
     "kl_estimate",
     "kl_loss",
     "lengths_before_padding",
@@ -42,6 +46,8 @@ __all__ = [
     "pairwise_loss",
     "policy_loss",
     "response_masks",
+    "returns_to_go",
+    "sequence_row_weights",
     "sequence_logprobs",
     "shape_rewards",
     "value_loss",

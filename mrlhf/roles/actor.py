@@ -25,6 +25,8 @@ class PolicyLossSettings:
     kl_loss_coef: float = 0.0
     kl_loss_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     temperature: float = 1.0
+    fixed_length: int | None = None
+    """Tokens that each row counts for in the mean of the logged losses; None: those it has, by their weights."""
 
     @property
     def with_entropy(self) -> bool:
@@ -52,7 +54,8 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
             row_weights=weights,
         )
         total, metrics = terms.loss_sum, dict(terms.metrics)
-        metrics["policy_loss"] = Metric("mean", terms.loss_sum.detach(), terms.count)
+        count = terms.count if settings.fixed_length is None else float(batch.size * settings.fixed_length)
+        metrics["policy_loss"] = Metric("mean", terms.loss_sum.detach(), count)
         if entropy is not None:
             bonus = entropy_loss(entropy, mask, row_weights=weights)
             metrics.update(bonus.metrics)
@@ -62,7 +65,7 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
             penalty = kl_loss(logprobs, batch.ref_logprobs, mask, kind=settings.kl_loss_kind, row_weights=weights)
             metrics.update(penalty.metrics)
             total = total + settings.kl_loss_coef * penalty.loss_sum
-        metrics["loss"] = Metric("mean", total.detach().clone(), terms.count)
+        metrics["loss"] = Metric("mean", total.detach().clone(), count)
         return total, metrics
 
     return loss

@@ -10,8 +10,8 @@ from mrlhf.roles.model import Gradients, LossFunction, TrainedModel, in_label_fr
 from mrlhf.types import Metric, RolloutBatch
 
 
-def critic_loss(value_clip: float | None) -> LossFunction:
-    """The critic's loss of a micro-batch, as a sum over its response tokens."""
+def critic_loss(value_clip: float | None, fixed_length: int | None = None) -> LossFunction:
+    """The critic's loss of a micro-batch, as a sum over its response tokens; ``fixed_length`` as for the actor."""
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         assert batch.values is not None
@@ -25,7 +25,8 @@ def critic_loss(value_clip: float | None) -> LossFunction:
             value_clip=value_clip,
             row_weights=batch.row_weights,
         )
-        return terms.loss_sum, {**terms.metrics, "loss": Metric("mean", terms.loss_sum.detach().clone(), terms.count)}
+        count = terms.count if fixed_length is None else float(batch.size * fixed_length)
+        return terms.loss_sum, {**terms.metrics, "loss": Metric("mean", terms.loss_sum.detach().clone(), count)}
 
     return loss
 
@@ -38,7 +39,12 @@ class Critic(TrainedModel):
         return self.per_token(batch, plan)
 
     def value_gradients(
-        self, minibatch: RolloutBatch, plan: Plan, value_clip: float | None, denominator: float
+        self,
+        minibatch: RolloutBatch,
+        plan: Plan,
+        value_clip: float | None,
+        denominator: float,
+        fixed_length: int | None = None,
     ) -> Gradients:
         """Gradients of the value loss; see `TrainedModel.gradients`."""
-        return self.gradients(minibatch, plan, critic_loss(value_clip), denominator)
+        return self.gradients(minibatch, plan, critic_loss(value_clip, fixed_length), denominator)

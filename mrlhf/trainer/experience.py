@@ -1,4 +1,4 @@
-"""From sampled rows to advantages: masks, inference passes, shaped rewards, GAE."""
+"""From sampled rows to advantages: masks, inference passes, shaped rewards, the estimators of advantages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import Literal
 import torch
 
 from mrlhf.parallel.collectives import Group, all_reduce_moments
-from mrlhf.rl import Semantics, gae, masked_moments, response_masks, shape_rewards, whiten
+from mrlhf.rl import (
+    Estimator,
+    Semantics,
+    gae,
+    group_advantages,
+    masked_moments,
+    masked_sum,
+    response_masks,
+    returns_to_go,
+    shape_rewards,
+    whiten,
+)
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import Plan
 from mrlhf.roles.policy import PolicyModel
@@ -17,9 +28,11 @@ from mrlhf.types import RolloutBatch, gather_rows
 
 @dataclass(frozen=True)
 class ShapingSettings:
-    """The numbers of reward shaping and GAE; see `mrlhf.rl`."""
+    """The numbers of reward shaping and of the estimator; see `mrlhf.rl`."""
 
     semantics: Semantics = "standard"
+    estimator: Estimator = "gae"
+    grpo_normalize_std: bool = True
     kl_coef: float = 0.1
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k1"
     score_clip: float | None = 5.0
@@ -45,33 +58,55 @@ def add_masks(batch: RolloutBatch, semantics: Semantics, response_width: int) ->
 
 
 def add_inference(
-    batch: RolloutBatch, plan: Plan, *, actor: PolicyModel, reference: PolicyModel, critic: Critic, temperature: float
+    batch: RolloutBatch,
+    plan: Plan,
+    *,
+    actor: PolicyModel,
+    reference: PolicyModel,
+    critic: Critic | None,
+    temperature: float,
 ) -> RolloutBatch:
-    """Set ``old_logprobs``, ``ref_logprobs`` and ``values``: what the models say before any update."""
+    """Set ``old_logprobs``, ``ref_logprobs`` and, with a critic, ``values``: what the models say before any update."""
     return batch.replace(
         old_logprobs=actor.logprobs(batch, plan, temperature=temperature),
         ref_logprobs=reference.logprobs(batch, plan, temperature=temperature),
-        values=critic.values(batch, plan),
+        values=critic.values(batch, plan) if critic is not None else None,
     )
 
 
-def add_advantages(batch: RolloutBatch, settings: ShapingSettings, dp_group: Group) -> RolloutBatch:
-    """Set ``rewards``, ``kl``, ``advantages`` and ``returns`` from scores, log-probs and values.
-
-    Order: missing-EOS penalty, clip and shaping, reward whitening (mean kept), GAE, advantage whitening. Whitening is
-    over the rows of all ranks; every rank of ``dp_group`` calls this together.
-    """
+def penalized_scores(batch: RolloutBatch, settings: ShapingSettings) -> torch.Tensor:
+    """``[B]``: scores less the missing-EOS penalty, before the clip."""
     assert batch.scores is not None
+    if not settings.missing_eos_penalty:
+        return batch.scores
+    return torch.where(batch.truncated, batch.scores - settings.missing_eos_penalty, batch.scores)
+
+
+def score_clip_fraction(batch: RolloutBatch, settings: ShapingSettings) -> float:
+    """Share of the rows whose score the clip changes."""
+    if settings.score_clip is None or not batch.size:
+        return 0.0
+    return float((penalized_scores(batch, settings).abs() > settings.score_clip).double().mean())
+
+
+def add_advantages(batch: RolloutBatch, settings: ShapingSettings, dp_group: Group) -> RolloutBatch:
+    """Set ``rewards``, ``kl``, ``advantages`` and, with GAE, ``returns`` from scores, log-probs and values.
+
+    Order: missing-EOS penalty, clip and shaping, reward whitening (mean kept), the estimator, advantage whitening.
+    Whitening is over the rows of all ranks; every rank of ``dp_group`` calls this together. The responses to one
+    prompt are all among this rank's rows.
+
+    - ``gae``: `mrlhf.rl.gae`.
+    - ``grpo``, ``rloo``: a response's shaped rewards are added up to what it earned, which `group_advantages` compares
+      within its group; all its tokens have that advantage.
+    - ``reinforce_plus_plus``: shaped rewards from each token on, always whitened.
+    """
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
-    assert batch.values is not None
     assert batch.gae_mask is not None
     assert batch.response_mask is not None
-    scores = batch.scores
-    if settings.missing_eos_penalty:
-        scores = torch.where(batch.truncated, scores - settings.missing_eos_penalty, scores)
     rewards, kl = shape_rewards(
-        scores,
+        penalized_scores(batch, settings),
         batch.old_logprobs,
         batch.ref_logprobs,
         batch.gae_mask,
@@ -81,11 +116,28 @@ def add_advantages(batch: RolloutBatch, settings: ShapingSettings, dp_group: Gro
     )
     if settings.whiten_rewards:
         rewards = whiten_over_ranks(rewards, batch.gae_mask, dp_group, shift_mean=False)
+    returns = None
+    if settings.estimator == "gae":
+        advantages, returns = _gae(batch, rewards, settings)
+    elif settings.estimator == "reinforce_plus_plus":
+        advantages = returns_to_go(rewards, batch.gae_mask, gamma=settings.gamma)
+    else:
+        earned = masked_sum(rewards, batch.gae_mask, dim=1)
+        each = group_advantages(earned, batch.group_ids, settings.estimator, normalize_std=settings.grpo_normalize_std)
+        advantages = torch.where(batch.response_mask, each.unsqueeze(1), torch.zeros_like(rewards))
+    if settings.whiten_advantages or settings.estimator == "reinforce_plus_plus":
+        advantages = whiten_over_ranks(advantages, batch.response_mask, dp_group, shift_mean=True)
+    return batch.replace(rewards=rewards, kl=kl, advantages=advantages, returns=returns)
+
+
+def _gae(batch: RolloutBatch, rewards: torch.Tensor, settings: ShapingSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    assert batch.values is not None
+    assert batch.gae_mask is not None
     bootstrap = None
     if settings.bootstrap_truncated:
         after_last = gather_rows(batch.values, batch.lengths - 1)
         bootstrap = torch.where(batch.truncated, after_last, torch.zeros_like(after_last))
-    advantages, returns = gae(
+    return gae(
         rewards,
         batch.values,
         batch.gae_mask,
@@ -93,9 +145,6 @@ def add_advantages(batch: RolloutBatch, settings: ShapingSettings, dp_group: Gro
         gae_lambda=settings.gae_lambda,
         bootstrap_values=bootstrap,
     )
-    if settings.whiten_advantages:
-        advantages = whiten_over_ranks(advantages, batch.response_mask, dp_group, shift_mean=True)
-    return batch.replace(rewards=rewards, kl=kl, advantages=advantages, returns=returns)
 
 
 def whiten_over_ranks(x: torch.Tensor, mask: torch.Tensor, group: Group, *, shift_mean: bool) -> torch.Tensor:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from mrlhf.config_schema import PPOConfig, RewardFunctionSource
 from mrlhf.data.prompts import PromptDataset, load_prompts
+from mrlhf.data.sft import SFTExample, load_sft
+from mrlhf.data.stream import ExampleSet
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.model_config import ModelConfig
@@ -56,6 +58,19 @@ def read_held_out(config: PPOConfig, tokenizer: Tokenizer, models: Iterable[Mode
     path = config.evaluation.prompts or config.data.prompts
     dataset = _read(config, path, tokenizer, models, response_limit(config))
     return replace(dataset, prompts=dataset.prompts[: config.evaluation.max_prompts])
+
+
+def read_texts(config: PPOConfig, tokenizer: Tokenizer, actor: ModelConfig) -> ExampleSet[SFTExample]:
+    """The texts of the ``ptx`` section, every token of which is learned. Raises `DataError` naming file and line."""
+    assert config.ptx.path is not None
+    return load_sft(
+        config.ptx.path,
+        tokenizer,
+        max_length=config.ptx.max_length or actor.max_position_embeddings,
+        learn_on="all",
+        overlong=config.ptx.overlong,
+        skip_bad_lines=config.ptx.skip_bad_lines,
+    )
 
 
 def _read(

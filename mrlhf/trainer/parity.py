@@ -34,7 +34,7 @@ from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
 from mrlhf.trainer.recording import Recording, read_recording, strip_left_padding
 from mrlhf.trainer.recording_schema import check_recorded
 from mrlhf.trainer.settings import shaping_settings, update_settings
-from mrlhf.trainer.updates import Updater
+from mrlhf.trainer.updates import Step, Updater
 from mrlhf.types import RolloutBatch
 
 Kind = Literal["absolute", "relative", "loss", "identical"]
@@ -211,11 +211,12 @@ class _Replay:
             self.report.compare(f"{name} {key}", columns[mask], theirs[mask], tolerance)
         self.report.compare(f"{name} reward scores", batch.scores, recorded["reward_scores"], tolerance)
 
-    def _compare_updates(self, updates: list[tuple[Update, Update]], recorded: list[dict[str, Any]]) -> None:
+    def _compare_updates(self, updates: list[Step], recorded: list[dict[str, Any]]) -> None:
         names = ("actor_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm")
         ours: dict[str, list[float]] = {name: [] for name in names}
-        for pair in updates:
-            for role, update in zip(("actor", "critic"), pair, strict=True):
+        for step in updates:
+            for role in ("actor", "critic"):
+                update: Update = getattr(step, role)
                 counts = self.actor.is_last_stage and self.job.groups.tp.rank() == 0
                 total = all_reduce_metrics(update.metrics if counts else {})
                 ours[f"{role}_loss"].append(total["loss"].result())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from mrlhf.config_schema import PPOConfig, RewardModelSource
 from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, shard
+from mrlhf.data.sft import SFTExample
+from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.batches import gather_batch
@@ -19,14 +22,26 @@ from mrlhf.progress import Display, open_display
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import make_plan
+from mrlhf.roles.model import RoleModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardFunction
 from mrlhf.trainer import ppo_job as jobs
+from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.evaluate import build_evaluator
 from mrlhf.trainer.evaluation import Evaluator, write_evaluation
-from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
-from mrlhf.trainer.inputs import check_fields, check_vocabulary, read_dataset, read_held_out, reward_functions, stop_ids
+from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_inference, add_masks, score_clip_fraction
+from mrlhf.trainer.inputs import (
+    check_fields,
+    check_vocabulary,
+    read_dataset,
+    read_held_out,
+    read_texts,
+    reward_functions,
+    stop_ids,
+)
+from mrlhf.trainer.kl_control import AdaptiveKL
 from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model, open_output
+from mrlhf.trainer.ptx import PTX
 from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
 from mrlhf.trainer.rollouts import Sampler, Scorer
 from mrlhf.trainer.running import RunningMoments
@@ -34,7 +49,7 @@ from mrlhf.trainer.settings import sampling_params, shaping_settings, update_set
 from mrlhf.trainer.updates import Updater
 from mrlhf.types import RolloutBatch
 
-EXPORTS = ("actor", "critic")
+EXPORTS = ("actor", "critic", "ema")
 """Names of the exported folders."""
 
 
@@ -67,8 +82,9 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
     dataset = read_dataset(config, tokenizer, models.values())
     held_out = read_held_out(config, tokenizer, models.values()) if config.trainer.eval_interval else None
     check_fields(functions, dataset, *([held_out] if held_out else []))
+    texts = read_texts(config, tokenizer, models["actor"]) if config.ptx.path is not None else None
     check_output(config)
-    return PPOTrainer(jobs.start_job(config, models), tokenizer, dataset, functions, held_out)
+    return PPOTrainer(jobs.start_job(config, models), tokenizer, dataset, functions, held_out, texts)
 
 
 def check_output(config: PPOConfig) -> None:
@@ -89,8 +105,9 @@ class PPOTrainer:
         dataset: PromptDataset,
         functions: list[tuple[RewardFunction, float]],
         held_out: PromptDataset | None = None,
+        texts: ExampleSet[SFTExample] | None = None,
     ) -> None:
-        """Build the four models.
+        """Build the models: four, or three where the advantages need no critic.
 
         Args:
             job: the world and its groups.
@@ -98,11 +115,12 @@ class PPOTrainer:
             dataset: encoded prompts.
             functions: reward functions with their weights.
             held_out: encoded prompts of the evaluations, where there are any.
+            texts: examples of the language modelling steps, where there are any.
         """
         config = job.config
         self.job, self.config, self.tokenizer, self.dataset = job, config, tokenizer, dataset
         self.actor: Actor = jobs.build_actor(job)
-        self.critic: Critic = jobs.build_critic(job)
+        self.critic: Critic | None = jobs.build_critic(job) if config.ppo.needs_critic else None
         self.reference: Reference = jobs.build_reference(job)
         sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
         reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
@@ -119,8 +137,12 @@ class PPOTrainer:
             dp_group=job.groups.dp,
             device=job.device,
         )
-        self.shaping = shaping_settings(config)
-        self.updater = Updater(self.actor, self.critic, update_settings(config))
+        self.ema = WeightAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema_decay is not None else None
+        ptx = self._build_ptx(texts) if texts is not None else None
+        self.updater = Updater(self.actor, self.critic, update_settings(config), ptx=ptx, ema=self.ema)
+        self.kl_control: AdaptiveKL | None = None
+        if config.ppo.kl_target is not None:
+            self.kl_control = AdaptiveKL(config.ppo.kl_coef, target=config.ppo.kl_target, horizon=config.ppo.kl_horizon)
         self.normalizer = RunningMoments() if config.reward.normalize else None
         self.stream = PromptStream(
             dataset,
@@ -175,42 +197,81 @@ class PPOTrainer:
             batch = add_masks(batch, self.config.semantics, width)
         with timer.phase("inference"):
             batch = self._infer(batch, samples)
-        batch = gather_batch(add_advantages(batch, self.shaping, self.job.groups.dp), self.job.groups.dp)
+        shaping = self.shaping
+        batch = gather_batch(add_advantages(batch, shaping, self.job.groups.dp), self.job.groups.dp)
+        warming_up = iteration < self.config.ppo.critic_warmup_iterations
         with timer.phase("train"):
-            accumulator, updates = self.updater.run(batch, iteration)
-        rates = {"actor_lr": self.actor.trainable.learning_rate, "critic_lr": self.critic.trainable.learning_rate}
-        self.actor.trainable.advance_schedule()
-        self.critic.trainable.advance_schedule()
+            accumulator, steps = self.updater.run(batch, iteration, train_actor=not warming_up)
         if self.actor.is_last_stage and self.job.groups.tp.rank() == 0:
             accumulator.add(self.scorer.source_metrics())
         reduced = {name: m.result() for name, m in all_reduce_metrics(accumulator.metrics()).items()}
         self._show_samples(iteration, batch, display)
-        metrics = iteration_metrics(
-            batch, reduced, updates, timer.seconds(), passes=self.config.ppo.epochs, epoch=self.stream.epoch
-        )
-        return metrics | rates
+        passes = len(steps) * self.config.ppo.minibatch_size / batch.size
+        metrics = iteration_metrics(batch, reduced, steps, timer.seconds(), passes=passes, epoch=self.stream.epoch)
+        metrics |= {"kl_coef": shaping.kl_coef, "score_clip_fraction": score_clip_fraction(batch, shaping)}
+        if self.config.ppo.target_approx_kl is not None:
+            metrics["early_stopped"] = float(not warming_up and any(step.actor is None for step in steps))
+        if self.kl_control is not None:
+            self.kl_control.update(metrics["kl_sequence"], batch.size)
+        return metrics | self._advance_rates(warming_up)
+
+    @property
+    def shaping(self) -> ShapingSettings:
+        """Of the rewards, with the weight of the KL as it is now."""
+        settings = shaping_settings(self.config)
+        return settings if self.kl_control is None else replace(settings, kl_coef=self.kl_control.kl_coef)
+
+    def _advance_rates(self, warming_up: bool) -> dict[str, float]:
+        """The learning rates of this iteration, before they move on; the actor's waits for the critic's warm-up."""
+        rates = {}
+        for model in (self.actor, self.critic):
+            if model is not None:
+                rates[f"{model.name}_lr"] = model.trainable.learning_rate
+                if model is self.critic or not warming_up:
+                    model.trainable.advance_schedule()
+        return rates
 
     def export(self, suffix: str = "") -> None:
-        """Write actor and critic as Hugging Face folders into the output folder.
+        """Write actor, its average and the critic, as far as there are any, as Hugging Face folders.
 
         Args:
             suffix: of the folders' names.
         """
+        self._export(self.actor, f"actor{suffix}", "lm", self.config.actor.path)
+        if self.ema is not None:
+            with self.ema.swapped_in():
+                self._export(self.actor, f"ema{suffix}", "lm", self.config.actor.path)
+        if self.critic is not None:
+            self._export(self.critic, f"critic{suffix}", "value", self.config.critic_path)
+
+    def _export(self, model: RoleModel, name: str, head: str, source: str) -> None:
         trainer = self.config.trainer
-        for model, head, source in (
-            (self.actor, "lm", self.config.actor.path),
-            (self.critic, "value", self.config.critic_path),
-        ):
-            export_model(
-                model,
-                self.config.output_dir / f"{model.name}{suffix}",
-                source=source,
-                head=head,
-                groups=self.job.groups,
-                tokenizer=self.tokenizer,
-                overwrite=trainer.overwrite,
-                dtype=export_dtype(trainer, model.config.dtype, self.job.dtype),
-            )
+        export_model(
+            model,
+            self.config.output_dir / name,
+            source=source,
+            head=head,
+            groups=self.job.groups,
+            tokenizer=self.tokenizer,
+            overwrite=trainer.overwrite,
+            dtype=export_dtype(trainer, model.config.dtype, self.job.dtype),
+        )
+
+    def _build_ptx(self, texts: ExampleSet[SFTExample]) -> PTX:
+        config = self.config
+        stream = ExampleStream(
+            texts.examples, texts.fingerprint, seed=config.seed, batch_size=config.ptx_batch_size, noun="text"
+        )
+        return PTX(
+            self.actor,
+            stream,
+            unsup_coef=config.ptx.unsup_coef,
+            micro_batch_size=config.ppo.micro_batch_size,
+            micro_batch_tokens=config.ppo.micro_batch_tokens,
+            pad_id=self.tokenizer.pad_id,
+            pad_to_multiple=self.job.pad_to_multiple,
+            device=self.job.device,
+        )
 
     def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
         inference = self.config.inference
@@ -221,7 +282,7 @@ class PPOTrainer:
             actor=self.actor,
             reference=self.reference,
             critic=self.critic,
-            temperature=self.shaping.temperature,
+            temperature=self.config.rollout.temperature,
         )
         raw = scores = self.scorer.scores(batch, plan, samples)
         if self.normalizer is not None:

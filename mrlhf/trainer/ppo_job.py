@@ -36,7 +36,9 @@ def read_models(
         CheckpointError: a folder has no readable configuration or weights.
         ConfigError: a folder holds another kind of model than its role needs.
     """
-    paths = {"actor": config.actor.path, "reference": config.reference_path, "critic": config.critic_path}
+    paths = {"actor": config.actor.path, "reference": config.reference_path}
+    if config.ppo.needs_critic:
+        paths["critic"] = config.critic_path
     paths |= {f"reward{index}": path for index, path in enumerate(config.reward_model_paths)}
     paths = {role: path for role, path in paths.items() if role.rstrip("0123456789") in roles}
     models = read_architectures(paths)
@@ -91,7 +93,9 @@ def build_actor(job: PPOJob) -> Actor:
     """The actor with its optimizer."""
     config = job.config
     chunks = load_model(job, "actor", config.actor.path, "lm", dropout=config.actor.dropout, trainable=True)
-    trainable = _trainable(job, chunks, config.optimizer.actor)
+    # Its schedule rests while the critic warms up.
+    steps = config.trainer.iterations - config.ppo.critic_warmup_iterations
+    trainable = _trainable(job, chunks, config.optimizer.actor, steps)
     return Actor("actor", job.models["actor"], trainable, job.groups)
 
 
@@ -106,7 +110,7 @@ def build_critic(job: PPOJob) -> Critic:
     chunks = load_model(
         job, "critic", job.config.critic_path, "value", trainable=True, head_init=job.config.critic.head
     )
-    trainable = _trainable(job, chunks, job.config.optimizer.critic)
+    trainable = _trainable(job, chunks, job.config.optimizer.critic, job.config.trainer.iterations)
     return Critic("critic", job.models["critic"], trainable, job.groups)
 
 
@@ -123,8 +127,5 @@ def build_reward_model(job: PPOJob, index: int) -> RewardModel:
     return RewardModel(name, job.models[name], chunks, job.groups)
 
 
-def _trainable(job: PPOJob, chunks: list[torch.nn.Module], adam: AdamConfig) -> Trainable:
-    config = job.config
-    return make_trainable(
-        job, chunks, adam, total_steps=config.trainer.iterations, distributed=config.optimizer.distributed
-    )
+def _trainable(job: PPOJob, chunks: list[torch.nn.Module], adam: AdamConfig, steps: int) -> Trainable:
+    return make_trainable(job, chunks, adam, total_steps=steps, distributed=job.config.optimizer.distributed)

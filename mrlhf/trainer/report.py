@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,11 @@ from mrlhf.megatron.optimizer import peak_memory_bytes
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.progress import Display
 from mrlhf.rl import kl_estimate, masked_mean, masked_moments, masked_sum
-from mrlhf.roles.model import Update
 from mrlhf.types import Metric, RolloutBatch
+
+if TYPE_CHECKING:
+    # The updates take part of the supervised training, whose loop reports with this module.
+    from mrlhf.trainer.updates import Step
 
 SAMPLES = 8
 
@@ -46,10 +49,10 @@ class PhaseTimer:
 def iteration_metrics(
     batch: RolloutBatch,
     reduced: dict[str, float],
-    updates: list[tuple[Update, Update]],
+    steps: list[Step],
     seconds: dict[str, float],
     *,
-    passes: int,
+    passes: float,
     epoch: int,
 ) -> dict[str, float]:
     """Every number of an iteration under its name in the log, the same on every rank.
@@ -57,13 +60,13 @@ def iteration_metrics(
     Args:
         batch: rows of all ranks with all fields.
         reduced: metrics of the losses after the reduction over ranks.
-        updates: in order, (actor's, critic's).
+        steps: in order.
         seconds: by phase.
         passes: how often each row was trained on.
         epoch: passes over the prompts so far.
     """
     sources = {name: value for name, value in reduced.items() if name.startswith("score/")}
-    metrics = {**_batch_metrics(batch), **sources, **_loss_metrics(reduced, updates)}
+    metrics = {**_batch_metrics(batch), **sources, **_loss_metrics(reduced, steps)}
     # Ranks disagree about time and memory; the slowest and the largest count.
     worst = {f"time_{name}": Metric("max", value, 1.0) for name, value in seconds.items()}
     worst["peak_memory_gib"] = Metric("max", peak_memory_bytes() / 2**30, 1.0)
@@ -84,8 +87,6 @@ def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     assert batch.gae_mask is not None
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
-    assert batch.values is not None
-    assert batch.returns is not None
     mask, scores = batch.response_mask, batch.raw_scores.double()
     lengths = batch.response_lengths.double()
     kl = {k: kl_estimate(batch.old_logprobs, batch.ref_logprobs, k) for k in ("k1", "k3")}
@@ -98,12 +99,20 @@ def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "kl_k1": float(masked_mean(kl["k1"], mask)),
         "kl_k3": float(masked_mean(kl["k3"], mask)),
         "kl_sequence": float(masked_sum(kl["k1"], mask, dim=1).mean()),
-        "explained_variance": explained_variance(batch.values, batch.returns, mask),
-        "value_mean": float(masked_mean(batch.values, mask)),
+        **_value_metrics(batch, mask),
         "response_length_mean": float(lengths.mean()),
         "response_length_min": float(lengths.min()),
         "response_length_max": float(lengths.max()),
         "truncated_fraction": float(batch.truncated.double().mean()),
+    }
+
+
+def _value_metrics(batch: RolloutBatch, mask: torch.Tensor) -> dict[str, float]:
+    if batch.values is None or batch.returns is None:
+        return {}
+    return {
+        "explained_variance": explained_variance(batch.values, batch.returns, mask),
+        "value_mean": float(masked_mean(batch.values, mask)),
     }
 
 
@@ -114,7 +123,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     return 1.0 - float(residual) / float(total) if float(total) > 0 else float("nan")
 
 
-def _loss_metrics(reduced: dict[str, float], updates: list[tuple[Update, Update]]) -> dict[str, float]:
+def _loss_metrics(reduced: dict[str, float], steps: list[Step]) -> dict[str, float]:
     names = {
         "policy_loss": "policy/policy_loss",
         "actor_loss": "policy/loss",
@@ -131,13 +140,18 @@ def _loss_metrics(reduced: dict[str, float], updates: list[tuple[Update, Update]
         "entropy": "policy/entropy",
         "kl_loss": "policy/kl_loss",
         "value_error": "value/value_error",
+        "ptx_loss": "ptx/loss",
     }
     metrics = {ours: reduced[theirs] for ours, theirs in names.items() if theirs in reduced}
-    for index, role in enumerate(("actor", "critic")):
-        norms = [pair[index].grad_norm for pair in updates if pair[index].updated]
-        metrics[f"{role}_grad_norm"] = sum(norms) / max(len(norms), 1)
+    for role in ("actor", "critic", "ptx"):
+        made = [update for step in steps if (update := getattr(step, role)) is not None]
+        if made:
+            norms = [update.grad_norm for update in made if update.updated]
+            metrics[f"{role}_grad_norm"] = sum(norms) / max(len(norms), 1)
+        if made or role == "actor":
+            metrics[f"{role}_updates"] = float(sum(update.updated for update in made))
     # Actor and critic skip together.
-    metrics["skipped_updates"] = float(sum(not actor.updated for actor, _ in updates))
+    metrics["skipped_updates"] = float(sum(not step.updated for step in steps))
     return metrics
 
 

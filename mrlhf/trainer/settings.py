@@ -10,10 +10,12 @@ from mrlhf.trainer.updates import UpdateSettings
 
 
 def shaping_settings(config: PPOConfig) -> ShapingSettings:
-    """Of reward shaping and GAE."""
+    """Of reward shaping and advantages."""
     ppo = config.ppo
     return ShapingSettings(
         semantics=config.semantics,
+        estimator=ppo.advantage,
+        grpo_normalize_std=ppo.grpo_normalize_std,
         kl_coef=ppo.kl_coef,
         kl_kind=ppo.kl_kind,
         score_clip=ppo.score_clip,
@@ -38,6 +40,7 @@ def update_settings(config: PPOConfig) -> UpdateSettings:
         kl_loss_coef=ppo.kl_loss_coef,
         kl_loss_kind=ppo.kl_loss_kind,
         temperature=config.rollout.temperature,
+        fixed_length=_fixed_length(config),
     )
     return UpdateSettings(
         policy=policy,
@@ -49,9 +52,16 @@ def update_settings(config: PPOConfig) -> UpdateSettings:
         shuffle=ppo.shuffle,
         value_clip=ppo.value_clip,
         ds_group_size=ppo.ds_group_size or ppo.minibatch_size,
+        loss_aggregation=ppo.loss_aggregation,
+        max_response_length=config.rollout.max_response_length,
+        target_approx_kl=ppo.target_approx_kl,
         max_bad_steps=config.trainer.max_bad_steps,
         seed=config.seed,
     )
+
+
+def _fixed_length(config: PPOConfig) -> int | None:
+    return config.rollout.max_response_length if config.ppo.loss_aggregation == "fixed_length" else None
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:

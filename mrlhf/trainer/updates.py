@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from mrlhf.errors import MrlhfError
 from mrlhf.megatron.optimizer import MIN_LOSS_SCALE
 from mrlhf.metrics import MetricAccumulator
+from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.layout import data_parallel_slice
-from mrlhf.rl import Semantics, ds_group_row_weights
+from mrlhf.rl import Aggregation, Semantics, ds_group_row_weights, sequence_row_weights
 from mrlhf.roles.actor import Actor, PolicyLossSettings
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import make_plan
-from mrlhf.roles.model import Update
+from mrlhf.roles.model import Gradients, TrainedModel, Update
+from mrlhf.trainer.ema import WeightAverage
+from mrlhf.trainer.ptx import PTX
 from mrlhf.types import Metric, RolloutBatch
 
 
@@ -31,8 +35,11 @@ class UpdateSettings:
     micro_batch_size: int = 1
     micro_batch_tokens: int | None = None
     shuffle: bool = True
-    value_clip: float = 0.2
+    value_clip: float | None = 0.2
     ds_group_size: int = 1
+    loss_aggregation: Aggregation = "token"
+    max_response_length: int = 1
+    target_approx_kl: float | None = None
     max_bad_steps: int = 10
     seed: int = 0
 
@@ -55,8 +62,8 @@ def prepare_minibatch(
 ) -> tuple[RolloutBatch, float]:
     """This rank's rows of a minibatch, and the denominator of the whole of it.
 
-    ``standard`` divides by the response tokens of the minibatch; ``deepspeed_chat`` weights rows (over the whole
-    minibatch, so that ranks and micro-batches do not matter) and divides by 1.
+    ``standard`` divides by the response tokens of the minibatch, or as ``loss_aggregation`` says; ``deepspeed_chat``
+    weights rows (over the whole minibatch, so that ranks and micro-batches do not matter) and divides by 1.
     """
     minibatch = batch.select(rows)
     mask = minibatch.response_mask
@@ -65,36 +72,85 @@ def prepare_minibatch(
         weights = ds_group_row_weights(mask, settings.ds_group_size, valid_rows=minibatch.response_lengths > 1)
         minibatch = minibatch.replace(row_weights=weights)
         denominator = 1.0
+    elif settings.loss_aggregation == "sequence":
+        weights, denominator = sequence_row_weights(mask)
+        minibatch = minibatch.replace(row_weights=weights)
+    elif settings.loss_aggregation == "fixed_length":
+        denominator = float(len(rows) * settings.max_response_length)
     else:
         denominator = float(mask.sum())
     return minibatch.select(data_parallel_slice(len(rows), dp_rank, dp_size)), denominator
 
 
-class Updater:
-    """Runs the updates of an iteration on actor and critic."""
+class Step(NamedTuple):
+    """The updates of one minibatch, in their order; None where a model took no part."""
 
-    def __init__(self, actor: Actor, critic: Critic, settings: UpdateSettings) -> None:
+    actor: Update | None
+    critic: Update | None
+    ptx: Update | None = None
+
+    @property
+    def updated(self) -> bool:
+        """Whether every model that took part made its step."""
+        return all(update.updated for update in self if update is not None)
+
+
+class Updater:
+    """Runs the updates of an iteration.
+
+    The order within a minibatch is DeepSpeed-Chat's in both semantics: the policy's step, the critic's, the step on
+    texts, then the average of the weights.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        critic: Critic | None,
+        settings: UpdateSettings,
+        *,
+        ptx: PTX | None = None,
+        ema: WeightAverage | None = None,
+    ) -> None:
+        """Keep references.
+
+        Args:
+            actor: is trained.
+            critic: is trained beside it, where the advantages need one.
+            settings: see `UpdateSettings`.
+            ptx: steps on texts.
+            ema: average of the actor.
+        """
         self.actor = actor
         self.critic = critic
         self.settings = settings
+        self.ptx = ptx
+        self.ema = ema
         self.bad_steps = 0
         """Steps in a row, up to the last one, whose gradients were not finite."""
 
-    def run(self, batch: RolloutBatch, iteration: int) -> tuple[MetricAccumulator, list[tuple[Update, Update]]]:
+    def run(
+        self, batch: RolloutBatch, iteration: int, *, train_actor: bool = True
+    ) -> tuple[MetricAccumulator, list[Step]]:
         """All epochs over ``batch``, the rows of all ranks.
 
+        Once the approximate KL of a minibatch is above ``target_approx_kl``, the actor makes no further step in this
+        iteration, this one included (Spinning Up's early stopping); the critic goes on.
+
+        Args:
+            batch: with advantages.
+            iteration: decides the order of the rows.
+            train_actor: False trains the critic alone.
+
         Returns:
-            Metrics of this rank's share (to be reduced over ranks) and every update in order: (actor's, critic's).
+            Metrics of this rank's share (to be reduced over ranks) and every step in order.
 
         Raises:
             MrlhfError: more than ``max_bad_steps`` steps in a row had a gradient that is not finite, or the loss scale
                 of fp16 is as low as it goes.
         """
-        settings, groups = self.settings, self.actor.groups
-        # Tensor ranks hold the same numbers; only one of them counts.
-        counts = self.actor.is_last_stage and groups.tp.rank() == 0
+        settings = self.settings
         metrics = MetricAccumulator()
-        updates: list[tuple[Update, Update]] = []
+        steps: list[Step] = []
         for epoch in range(settings.epochs):
             for rows in minibatch_rows(
                 batch.size,
@@ -104,40 +160,79 @@ class Updater:
                 iteration=iteration,
                 epoch=epoch,
             ):
-                actor, critic = self._step(batch, rows)
-                self._check_steps(iteration, actor, critic)
-                if counts:
-                    metrics.add(actor.metrics, "policy/")
-                    metrics.add(critic.metrics, "value/")
-                    if not updates:
-                        metrics.add(_ratio_error(actor.metrics))
-                updates.append((actor, critic))
-        return metrics, updates
+                if not train_actor and self.critic is None:
+                    return metrics, steps
+                step, stop = self._step(batch, rows, metrics, train_actor=train_actor, first=not steps)
+                self._check_step(iteration, step)
+                steps.append(step)
+                train_actor = train_actor and not stop
+        return metrics, steps
 
-    def _step(self, batch: RolloutBatch, rows: list[int]) -> tuple[Update, Update]:
+    def _step(
+        self, batch: RolloutBatch, rows: list[int], metrics: MetricAccumulator, *, train_actor: bool, first: bool
+    ) -> tuple[Step, bool]:
+        """The step on one minibatch, and whether the actor has come too far from where it sampled."""
         settings, groups = self.settings, self.actor.groups
         mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
-        virtual = len(self.actor.chunks) > 1
         plan = make_plan(
             mine,
             rows=settings.micro_batch_size,
             tokens=settings.micro_batch_tokens,
-            multiple=groups.pp.size() if virtual else 1,
+            multiple=groups.pp.size() if len(self.actor.chunks) > 1 else 1,
         )
-        actor = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
-        critic = self.critic.value_gradients(mine, plan, settings.value_clip, denominator)
+        policy = value = None
+        if train_actor:
+            policy = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
+        if self.critic is not None:
+            value = self.critic.value_gradients(
+                mine, plan, settings.value_clip, denominator, settings.policy.fixed_length
+            )
+        if self._counts:
+            if policy is not None:
+                metrics.add(policy.metrics, "policy/")
+                metrics.add(_ratio_error(policy.metrics) if first else {})
+            metrics.add(value.metrics if value is not None else {}, "value/")
+        stop = policy is not None and self._too_far(policy)
+        policy = None if stop else policy
         # One without the other would pair a policy with values of another one.
-        both = actor.finite and critic.finite
-        return self.actor.apply(actor, both), self.critic.apply(critic, both)
+        finite = all(gradients.finite for gradients in (policy, value) if gradients is not None)
+        actor = self.actor.apply(policy, finite) if policy is not None else None
+        critic = self.critic.apply(value, finite) if self.critic is not None and value is not None else None
+        return Step(actor, critic, self._after_the_actor(metrics) if actor is not None else None), stop
 
-    def _check_steps(self, iteration: int, actor: Update, critic: Update) -> None:
+    def _after_the_actor(self, metrics: MetricAccumulator) -> Update | None:
+        update = None
+        if self.ptx is not None:
+            update = self.ptx.step()
+            if self._counts:
+                metrics.add(update.metrics, "ptx/")
+        if self.ema is not None:
+            self.ema.update()
+        return update
+
+    @property
+    def _counts(self) -> bool:
+        """Tensor ranks hold the same numbers; only one of them counts."""
+        return self.actor.is_last_stage and self.actor.groups.tp.rank() == 0
+
+    def _too_far(self, policy: Gradients) -> bool:
+        target = self.settings.target_approx_kl
+        if target is None:
+            return False
+        mine = {"kl": policy.metrics["approx_kl_k3"]} if self._counts else {}
+        # Every rank comes to the same answer; NaN is left to the check of the gradients.
+        return all_reduce_metrics(mine)["kl"].result() > target
+
+    def _check_step(self, iteration: int, step: Step) -> None:
         """Count skipped steps and stop a run that gets nowhere; every rank comes to the same answer."""
-        if actor.updated and critic.updated:
+        if step.updated:
             self.bad_steps = 0
             return
         self.bad_steps += 1
-        norms = f"gradient norms in iteration {iteration}: actor {actor.grad_norm}, critic {critic.grad_norm}"
-        for model in (self.actor, self.critic):
+        norms = ", ".join(f"{name} {u.grad_norm}" for name, u in step._asdict().items() if u is not None)
+        norms = f"gradient norms in iteration {iteration}: {norms}"
+        models: list[TrainedModel] = [self.actor, *([self.critic] if self.critic is not None else [])]
+        for model in models:
             if model.trainable.scale_exhausted:
                 raise MrlhfError(
                     f"the {model.name}'s gradient overflows fp16 even with a loss scale of {MIN_LOSS_SCALE}; {norms}; "
@@ -145,8 +240,8 @@ class Updater:
                 )
         if self.bad_steps > self.settings.max_bad_steps:
             raise MrlhfError(
-                f"{self.bad_steps} optimizer steps in a row were skipped, since a gradient was not finite; {norms}; look "
-                "at the scores and log-probs that went in, lower optimizer.actor.lr and optimizer.critic.lr, use "
+                f"{self.bad_steps} optimizer steps in a row were skipped, since a gradient was not finite; {norms}; "
+                "look at the scores and log-probs that went in, lower the learning rates under optimizer, use "
                 "precision.dtype=fp32, or raise trainer.max_bad_steps to wait longer"
             )
 

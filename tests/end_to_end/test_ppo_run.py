@@ -28,7 +28,7 @@ NAMES = [
     *("value_error", "response_length_mean", "response_length_min", "response_length_max", "truncated_fraction"),
     *("rollout_tokens_per_second", "inference_tokens_per_second", "train_tokens_per_second", "tokens_per_second"),
     *("peak_memory_gib", "time_rollout", "time_inference", "time_train", "time_iteration"),
-    *("actor_lr", "critic_lr", "epoch"),
+    *("actor_lr", "critic_lr", "epoch", "kl_coef", "score_clip_fraction", "actor_updates", "critic_updates"),
 ]
 
 Run = dict[str, Any]
@@ -213,6 +213,8 @@ def test_every_metric_is_there_and_finite(runs: Runs) -> None:
         assert row["ratio_min"] <= 1 <= row["ratio_max"]
         assert 0 < row["entropy"] < math.log(97)
         assert row["skipped_updates"] == 0
+        assert row["actor_updates"] == row["critic_updates"] == 4
+        assert row["kl_coef"] == 0.1
         assert row["peak_memory_gib"] > 0
 
 

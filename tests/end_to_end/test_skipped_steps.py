@@ -44,13 +44,13 @@ def _skip(config: PPOConfig) -> dict[str, Any]:
         before = weights(trainer.actor), weights(trainer.critic)
         # One minibatch of 8 rows: the only step is the spoiled one.
         _, updates = update(trainer, _spoil(batch, field, value))
-        log[field] = [(a.updated, c.updated) for a, c in updates]
+        log[field] = [(step.actor.updated, step.critic.updated) for step in updates]
         assert not moved(trainer.actor, before[0])
         assert not moved(trainer.critic, before[1])
         log["bad " + field] = trainer.updater.bad_steps
     before = weights(trainer.actor), weights(trainer.critic)
     _, updates = update(trainer, batch)
-    log["good"] = [(a.updated, c.updated) for a, c in updates], trainer.updater.bad_steps
+    log["good"] = [(step.actor.updated, step.critic.updated) for step in updates], trainer.updater.bad_steps
     log["moved"] = moved(trainer.actor, before[0]), moved(trainer.critic, before[1])
     # As if nothing had been skipped: Adam's moments and step count are untouched too.
     fresh = build_trainer(config)

@@ -13,6 +13,7 @@ LAYERS = {
     "errors": 0,
     "config": 0,
     "config_schema": 0,
+    "config_algorithm": 0,
     "config_sections": 0,
     "config_inference": 0,
     "config_supervised": 0,

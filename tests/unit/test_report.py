@@ -13,6 +13,7 @@ from mrlhf.progress import open_display
 from mrlhf.roles.model import Update
 from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_masks
 from mrlhf.trainer.report import SAMPLES, PhaseTimer, explained_variance, iteration_metrics, sample_rows
+from mrlhf.trainer.updates import Step
 from mrlhf.types import RolloutBatch
 from tests.ranks import run_ranks
 
@@ -41,8 +42,9 @@ def _metrics(seconds_by_rank: list[float]) -> dict[str, float]:
     second = seconds_by_rank[dist.get_rank()]
     seconds = {"rollout": second, "inference": second / 2, "train": 2 * second, "iteration": 4 * second}
     updates = [
-        (Update(True, 1.0, {}), Update(True, 5.0, {})),
-        (Update(False, 3.0, {}), Update(False, 7.0, {})),
+        Step(Update(True, 1.0, {}), Update(True, 5.0, {})),
+        Step(Update(False, 3.0, {}), Update(False, 7.0, {})),
+        Step(None, Update(True, 7.0, {})),
     ]
     reduced = {"policy/policy_loss": 0.5, "value/loss": 0.25, "policy/unknown": 9.0}
     return iteration_metrics(_batch(), reduced, updates, seconds, passes=2, epoch=3)
@@ -67,7 +69,8 @@ def metrics() -> dict[str, float]:
         ("reward_mean", (1 - 0.04 + 3 - 0.15) / 2), ("value_mean", 0.25),
         ("response_length_mean", 2.5), ("response_length_min", 2.0), ("response_length_max", 3.0),
         ("truncated_fraction", 0.5), ("policy_loss", 0.5), ("value_loss", 0.25),
-        ("actor_grad_norm", 1.0), ("critic_grad_norm", 5.0), ("skipped_updates", 1.0), ("epoch", 3.0),
+        ("actor_grad_norm", 1.0), ("critic_grad_norm", 6.0), ("actor_updates", 1.0),
+        ("critic_updates", 2.0), ("skipped_updates", 1.0), ("epoch", 3.0),
         # A skipped update has no part in the mean norm. The slower rank's seconds.
         ("time_rollout", 2.0), ("rollout_tokens_per_second", 5 / 2), ("inference_tokens_per_second", 8 / 1),
         ("train_tokens_per_second", 8 * 2 / 4), ("tokens_per_second", 8 / 8),
