@@ -74,8 +74,6 @@ def test_what_it_cannot_do_is_refused() -> None:
     inputs = tensors(3, 1, 4, 4, 8, torch.float32)
     with pytest.raises(ValueError, match="no attention bias"):
         attention()(*inputs, attention_bias=torch.zeros(1))
-    with pytest.raises(ValueError, match="no packed rows"):
-        attention()(*inputs, packed_seq_params=object())
     with pytest.raises(ValueError, match="context_parallel_size > 1"):
         attention(context_parallel_size=2)
 
