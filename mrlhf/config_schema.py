@@ -20,6 +20,7 @@ from mrlhf.config_sections import (
     NaturalInt,
     NonNegativeFloat,
     OutputConfig,
+    PositiveFloat,
     PositiveInt,
     RunConfig,
     Section,
@@ -69,7 +70,21 @@ class RewardFunctionSource(Section):
     weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
 
 
-RewardSource = Annotated[RewardModelSource | RewardFunctionSource, Field(discriminator="kind")]
+class RewardRemoteSource(Section):
+    """Scores from a server: it is sent prompts, responses and meta as JSON and answers with scores."""
+
+    kind: Literal["remote"] = Field("remote", description="a server")
+    url: str = Field(description="address that takes the POST requests", pattern=r"^https?://\S+$")
+    weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
+    batch_size: PositiveInt = Field(64, description="responses of one request")
+    timeout_seconds: PositiveFloat = Field(60.0, description="longest time for one answer")
+    retries: NaturalInt = Field(3, description="further tries after no connection, no answer in time, or a busy server")
+    headers: dict[str, str] = Field(
+        default_factory=dict, description="HTTP headers; $NAME stands for a variable of the environment"
+    )
+
+
+RewardSource = Annotated[RewardModelSource | RewardFunctionSource | RewardRemoteSource, Field(discriminator="kind")]
 
 
 class RewardConfig(Section):
@@ -84,7 +99,10 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _some_source(self) -> RewardConfig:
         if not self.sources:
-            raise ValueError("sources is empty; give at least one {kind: model, path: ...} or {kind: function, ...}")
+            raise ValueError(
+                "sources is empty; give at least one {kind: model, path: ...}, {kind: function, ...} or "
+                "{kind: remote, ...}"
+            )
         return self
 
 

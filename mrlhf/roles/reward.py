@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,23 @@ class RewardModel(RoleModel):
     def scores(self, batch: RolloutBatch, plan: Plan) -> torch.Tensor:
         """``[B]`` fp32: the model's number after the last response token (of the prompt, where there is none)."""
         return gather_rows(self.per_token(batch, plan), batch.lengths - 1)
+
+
+class ScoreSource(Protocol):
+    """Scores from text: a Python function or a server."""
+
+    name: str
+    """What its metrics are called."""
+
+    def check_fields(self, fields: Set[str]) -> None:
+        """Refuse, before anything is sampled, prompts with other fields than the source can take."""
+        ...
+
+    def scores(
+        self, prompts: Sequence[str], responses: Sequence[str], meta: Mapping[str, Sequence[Any]]
+    ) -> list[float]:
+        """One finite number for each response; raises `MrlhfError`."""
+        ...
 
 
 class RewardFunction:
@@ -43,6 +60,7 @@ class RewardFunction:
             ConfigError: no such module or attribute, or it cannot be called.
         """
         self.target = target
+        self.name = target.rpartition(":")[2]
         module_name, _, attribute = target.partition(":")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -97,24 +115,31 @@ class RewardFunction:
                 f"reward function {self.target} raised {type(error).__name__}: {error}"
                 + (f"\n{where}" if where else "")
             ) from error
-        return self._checked(answer, responses)
+        return checked_scores(answer, responses, f"reward function {self.target}")
 
-    def _checked(self, answer: Any, responses: Sequence[str]) -> list[float]:
-        try:
-            # float() would read numbers from text, and a table or a set has no order of responses.
-            if isinstance(answer, (str, bytes, Mapping, Set)) or any(isinstance(s, (str, bytes)) for s in answer):
-                raise TypeError("these are not numbers in the order of the responses")
-            scores = [float(score) for score in answer]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise MrlhfError(
-                f"reward function {self.target} must return a list of numbers, got {type(answer).__name__}: {error}"
-            ) from error
-        if len(scores) != len(responses):
-            raise MrlhfError(
-                f"reward function {self.target} returned {len(scores)} scores for {len(responses)} responses"
-            )
-        for score, response in zip(scores, responses, strict=True):
-            # Scores are kept in fp32, where a larger number is infinite.
-            if not abs(score) <= torch.finfo(torch.float32).max:
-                raise MrlhfError(f"reward function {self.target} returned {score} for the response {response[:200]!r}")
-        return scores
+
+def checked_scores(answer: Any, responses: Sequence[str], source: str) -> list[float]:
+    """The answer of a reward source as one finite number for each response.
+
+    Args:
+        answer: whatever it answered.
+        responses: what it was asked about.
+        source: its name, for messages.
+
+    Raises:
+        MrlhfError: the answer is anything else.
+    """
+    try:
+        # float() would read numbers from text, and a table or a set has no order of responses.
+        if isinstance(answer, (str, bytes, Mapping, Set)) or any(isinstance(s, (str, bytes)) for s in answer):
+            raise TypeError("these are not numbers in the order of the responses")
+        scores = [float(score) for score in answer]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MrlhfError(f"{source} must return a list of numbers, got {type(answer).__name__}: {error}") from error
+    if len(scores) != len(responses):
+        raise MrlhfError(f"{source} returned {len(scores)} scores for {len(responses)} responses")
+    for score, response in zip(scores, responses, strict=True):
+        # Scores are kept in fp32, where a larger number is infinite.
+        if not abs(score) <= torch.finfo(torch.float32).max:
+            raise MrlhfError(f"{source} returned {score} for the response {response[:200]!r}")
+    return scores

@@ -5,26 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mrlhf.config_schema import PPOConfig, RewardFunctionSource
+from mrlhf.config_schema import PPOConfig, RewardFunctionSource, RewardRemoteSource
 from mrlhf.data.prompts import PromptDataset, load_prompts
 from mrlhf.data.sft import SFTExample, load_sft
 from mrlhf.data.stream import ExampleSet
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.data.vocabulary import check_same_vocabulary
 from mrlhf.errors import ConfigError
 from mrlhf.model_config import ModelConfig
-from mrlhf.roles.reward import RewardFunction
+from mrlhf.roles.remote_reward import RemoteReward
+from mrlhf.roles.reward import RewardFunction, ScoreSource
 
 
-def reward_functions(config: PPOConfig) -> list[tuple[RewardFunction, float]]:
-    """The reward functions of ``reward.sources``, imported, with their weights."""
-    return [
-        (RewardFunction(source.target), source.weight)
-        for source in config.reward.sources
-        if isinstance(source, RewardFunctionSource)
-    ]
+def reward_functions(config: PPOConfig) -> list[tuple[ScoreSource, float]]:
+    """The functions, imported, and the servers of ``reward.sources``, with their weights."""
+    found: list[tuple[ScoreSource, float]] = []
+    for source in config.reward.sources:
+        if isinstance(source, RewardFunctionSource):
+            found.append((RewardFunction(source.target), source.weight))
+        elif isinstance(source, RewardRemoteSource):
+            remote = RemoteReward(
+                source.url,
+                batch_size=source.batch_size,
+                timeout_seconds=source.timeout_seconds,
+                retries=source.retries,
+                headers=source.headers,
+            )
+            found.append((remote, source.weight))
+    return found
 
 
-def check_fields(functions: Sequence[tuple[RewardFunction, float]], *datasets: PromptDataset) -> None:
+def check_fields(functions: Sequence[tuple[ScoreSource, float]], *datasets: PromptDataset) -> None:
     """Refuse functions that cannot take the other fields of the prompt files. Raises `ConfigError`."""
     fields = {key for dataset in datasets for prompt in dataset.prompts for key in prompt.meta}
     for function, _ in functions:
@@ -32,7 +43,12 @@ def check_fields(functions: Sequence[tuple[RewardFunction, float]], *datasets: P
 
 
 def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer or end ids that the actor has no embedding for. Raises `ConfigError`."""
+    """Refuse a tokenizer or end ids that the actor has no embedding for, and models with other tokens by the same ids.
+
+    Raises:
+        ConfigError: naming the keys and a way out.
+    """
+    check_same_vocabulary({"tokenizer.path": config.tokenizer_path, **config.model_folders()})
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the actor's vocabulary is "

@@ -24,7 +24,7 @@ from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.model import RoleModel
 from mrlhf.roles.reference import Reference
-from mrlhf.roles.reward import RewardFunction
+from mrlhf.roles.reward import ScoreSource
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.evaluate import build_evaluator
@@ -103,7 +103,7 @@ class PPOTrainer:
         job: jobs.PPOJob,
         tokenizer: Tokenizer,
         dataset: PromptDataset,
-        functions: list[tuple[RewardFunction, float]],
+        functions: list[tuple[ScoreSource, float]],
         held_out: PromptDataset | None = None,
         texts: ExampleSet[SFTExample] | None = None,
     ) -> None:

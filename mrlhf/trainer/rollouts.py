@@ -14,7 +14,7 @@ from mrlhf.errors import MrlhfError
 from mrlhf.parallel.collectives import Group, all_gather_objects
 from mrlhf.rl import Semantics
 from mrlhf.roles.micro_batches import Plan
-from mrlhf.roles.reward import RewardFunction, RewardModel
+from mrlhf.roles.reward import RewardModel, ScoreSource
 from mrlhf.rollout.engine import GenerationRequest, RolloutEngine
 from mrlhf.rollout.sampling import SamplingParams
 from mrlhf.types import Metric, RolloutBatch
@@ -116,7 +116,7 @@ class Scorer:
     def __init__(
         self,
         models: Sequence[tuple[RewardModel, float]],
-        functions: Sequence[tuple[RewardFunction, float]],
+        functions: Sequence[tuple[ScoreSource, float]],
         tokenizer: Tokenizer,
         replica_group: Group,
     ) -> None:
@@ -124,7 +124,7 @@ class Scorer:
 
         Args:
             models: reward models with their weights.
-            functions: Python functions with their weights.
+            functions: Python functions and servers with their weights.
             tokenizer: turns responses into text for the functions.
             replica_group: tensor and pipeline ranks of one replica, which must see the same scores.
         """
@@ -141,7 +141,7 @@ class Scorer:
         if self.functions:
             called = self._from_functions(batch, samples)
             for (function, _), values in zip(self.functions, called, strict=True):
-                parts[_free_name(function.target, parts)] = torch.tensor(values, device=batch.tokens.device)
+                parts[_free_name(function.name, parts)] = torch.tensor(values, device=batch.tokens.device)
         self._parts = parts
         total = torch.zeros(batch.size, device=batch.tokens.device)
         for weight, part in zip(weights, parts.values(), strict=True):
