@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_masks
+from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_masks, score_clip_fraction
 from mrlhf.types import RolloutBatch
+from tests.ranks import run_ranks
 
 PAD = EOS = 2
 
@@ -151,3 +152,65 @@ def test_what_lies_outside_the_response_changes_nothing(bootstrap: bool) -> None
     for name in ("rewards", "kl", "advantages", "returns"):
         mask = batch.gae_mask
         assert torch.equal(getattr(clean, name)[mask], getattr(dirty, name)[mask]), name
+
+
+def _group_batch() -> RolloutBatch:
+    """Two prompts with two responses each; a KL of .5 on the first token of every response."""
+    batch = _batch([[7], [7], [8, 8], [8, 8]], [[11, EOS], [11, 12, EOS], [EOS], [13, 13]])
+    ref = batch.ref_logprobs.clone()  # type: ignore[union-attr]
+    ref[[0, 1, 2, 3], [0, 0, 1, 1]] = -0.5
+    return batch.replace(
+        ref_logprobs=ref,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        scores=torch.tensor([3.0, 1.0, 9.0, 2.0]),
+        values=None,
+    )
+
+
+def test_rloo_compares_what_responses_earned() -> None:
+    """Scores less .2 x .5 of KL each; the third is clipped to 5, the last loses 1 for having no end."""
+    settings = ShapingSettings(estimator="rloo", kl_coef=0.2, missing_eos_penalty=1.0)
+    done = add_advantages(_group_batch(), settings, None)
+    earned = [2.9, 0.9, 4.9, 0.9]
+    each = [earned[0] - earned[1], earned[1] - earned[0], earned[2] - earned[3], earned[3] - earned[2]]
+    for row, advantage in enumerate(each):
+        tokens = int(done.response_lengths[row])
+        assert _response(done, done.advantages, row) == _close([advantage] * tokens)
+    assert done.returns is None
+    assert done.advantages is not None
+    assert done.advantages[~done.response_mask].abs().sum() == 0  # type: ignore[operator]
+
+
+def test_grpo_normalises_within_the_group() -> None:
+    done = add_advantages(_group_batch(), ShapingSettings(estimator="grpo", kl_coef=0.0), None)
+    root = 0.5**0.5
+    assert [_response(done, done.advantages, row)[0] for row in range(4)] == _close([root, -root, root, -root])
+    plain = ShapingSettings(estimator="grpo", kl_coef=0.0, grpo_normalize_std=False)
+    done = add_advantages(_group_batch(), plain, None)
+    assert [_response(done, done.advantages, row)[0] for row in range(4)] == _close([1, -1, 1.5, -1.5])
+
+
+def _reinforce() -> list[float]:
+    import torch.distributed as dist
+
+    share = 4 // dist.get_world_size()
+    mine = _group_batch().select(slice(dist.get_rank() * share, (dist.get_rank() + 1) * share))
+    done = add_advantages(mine, ShapingSettings(estimator="reinforce_plus_plus", kl_coef=0.2), None)
+    return [advantage for row in range(share) for advantage in _response(done, done.advantages, row)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reinforce_plus_plus_whitens_the_return_of_every_token_over_all_ranks(ranks: int) -> None:
+    # From the first token on -.1 + score, after it the score, which is on the last token.
+    returns = torch.tensor([2.9, 3.0, 0.9, 1.0, 1.0, 4.9, 1.9, 2.0], dtype=torch.float64)
+    white = (returns - returns.mean()) / returns.std(unbiased=False)
+    assert [x for part in run_ranks(_reinforce, ranks) for x in part] == _close(white.tolist())
+
+
+@pytest.mark.parametrize(("clip", "fraction", "kept"), [(2.5, 0.5, 2.5), (None, 0.0, 9.0)])
+def test_the_score_clip_and_how_often_it_acts(clip: float | None, fraction: float, kept: float) -> None:
+    batch = _group_batch().replace(values=torch.zeros(4, 4))
+    settings = ShapingSettings(score_clip=clip, kl_coef=0.0)
+    done = add_advantages(batch, settings, None)
+    assert float(done.rewards.max()) == kept  # type: ignore[union-attr]
+    assert score_clip_fraction(done, settings) == fraction

@@ -14,7 +14,7 @@ from mrlhf.roles.critic import critic_loss
 from mrlhf.roles.micro_batches import by_rows
 from mrlhf.trainer.experience import add_masks
 from mrlhf.trainer.updates import UpdateSettings, _ratio_error, minibatch_rows, prepare_minibatch
-from mrlhf.types import Metric, RolloutBatch
+from mrlhf.types import Metric, RolloutBatch, merge_metrics
 
 PLAIN = PolicyLossSettings()
 
@@ -203,3 +203,38 @@ def test_ratio_error_takes_the_larger_side() -> None:
     extremes = {"ratio_max": Metric("max", 1.25, 4.0), "ratio_min": Metric("min", 0.5, 4.0)}
     assert _ratio_error(extremes)["ratio_error_before_update"].result() == 0.5
     assert _ratio_error({}) == {}
+
+
+AGGREGATIONS = {
+    # Lengths 1 and 3, advantages +1 and -1, ratio 1: tokens -1, +1, +1, +1; the longest response could have 5 tokens.
+    "token": (-1 + 3) / 4,
+    "sequence": (-1 + 1) / 2,
+    "fixed_length": (-1 + 3) / (2 * 5),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("kind", AGGREGATIONS)
+def test_means_of_the_loss_by_hand_whatever_the_split(kind: str, dp_size: int, micro_batch: int) -> None:
+    batch = _batch([1, 3], [1.0, -1.0])
+    policy = PolicyLossSettings(fixed_length=5 if kind == "fixed_length" else None)
+    settings = UpdateSettings(policy=policy, loss_aggregation=kind, max_response_length=5)  # type: ignore[arg-type]
+    totals, logged = [0.0, 0.0], []
+    for rank in range(dp_size):
+        mine, denominator = prepare_minibatch(batch, [0, 1], settings, dp_rank=rank, dp_size=dp_size)
+        for rows in by_rows(mine.size, micro_batch):
+            part = mine.select(rows).trim()
+            output = torch.zeros(part.size, part.width)
+            actor, metrics = actor_loss(policy)(part, output)
+            # Values of 1 more than the old ones of 0, returns 1 and -1: errors 0 and 2, a loss of 0 and 2 a token.
+            value, value_metrics = critic_loss(None, policy.fixed_length)(part, output + 1.0)
+            totals = [total + float(x) / denominator for total, x in zip(totals, (actor, value), strict=True)]
+            logged.append((metrics["policy_loss"], value_metrics["loss"]))
+    assert totals[0] == pytest.approx(AGGREGATIONS[kind], abs=1e-7)
+    expected = {"token": 6 / 4, "sequence": 2 / 2, "fixed_length": 6 / 10}
+    assert totals[1] == pytest.approx(expected[kind], abs=1e-7)
+    # What is logged is what is minimised.
+    for index, total in enumerate(totals):
+        merged = merge_metrics([{"x": pair[index]} for pair in logged])["x"]
+        assert merged.result() == pytest.approx(total, abs=1e-7)
