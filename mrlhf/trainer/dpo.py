@@ -14,8 +14,8 @@ from mrlhf.rl import dpo_loss, nll_loss, sequence_logprobs
 from mrlhf.roles.model import LossFunction, RoleModel, TrainedModel, Update, in_label_frame
 from mrlhf.roles.reference import Reference
 from mrlhf.trainer import supervised
-from mrlhf.trainer.job import Job, load_model, read_architectures
-from mrlhf.trainer.preferences import PreferenceTrainer, pair_count, pair_plan, start_run
+from mrlhf.trainer.job import Job, join, load_model, read_architectures
+from mrlhf.trainer.preferences import PreferenceTrainer, pair_count, pair_plan, read_inputs
 from mrlhf.trainer.sft import learned_request
 from mrlhf.trainer.supervised import counts_metrics
 from mrlhf.types import Metric, RolloutBatch
@@ -43,9 +43,11 @@ def build_trainer(config: DPOConfig) -> PreferenceTrainer:
     Raises:
         MrlhfError: as `run`.
     """
-    start = start_run(config, read_models(config))
-    model = supervised.build_trained(start.job, "lm", start.steps)
-    return start.trainer(DPOObjective(config, model, build_reference(start.job)), "lm")
+    models = read_models(config)
+    inputs = read_inputs(config, models)
+    job = join(config, models, inputs.env)
+    model = supervised.build_trained(job, "lm", inputs.steps)
+    return inputs.trainer(job, DPOObjective(config, model, build_reference(job)), "lm")
 
 
 def read_models(config: DPOConfig) -> dict[str, ModelConfig]:

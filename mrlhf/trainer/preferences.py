@@ -1,10 +1,10 @@
-"""What reward model training and DPO share: the pairs, their micro-batches, and the start of a run."""
+"""What reward model training and DPO share: the pairs, their micro-batches, and the loop around them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from mrlhf.config_preferences import PreferenceConfig
 from mrlhf.data.preferences import PreferenceExample, load_preferences, pair_batch
@@ -12,10 +12,11 @@ from mrlhf.data.stream import ExampleSet, split_examples
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.megatron.model import Head
 from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.launch import LaunchEnv
 from mrlhf.roles.micro_batches import Plan, make_pair_plan
 from mrlhf.roles.model import RoleModel
 from mrlhf.trainer import supervised
-from mrlhf.trainer.job import Job, join
+from mrlhf.trainer.job import Job
 from mrlhf.trainer.supervised import Objective, SupervisedTrainer
 from mrlhf.types import RolloutBatch
 
@@ -25,24 +26,24 @@ PreferenceTrainer = SupervisedTrainer[PreferenceExample]
 
 
 @dataclass(frozen=True)
-class Start(Generic[P]):
-    """A run whose inputs have been read and whose ranks have met, before any model exists."""
+class Inputs:
+    """What a run reads besides models, before any rank waits for another."""
 
-    job: Job[P]
+    env: LaunchEnv
     tokenizer: Tokenizer
     train: Pairs
     validation: Pairs | None
     steps: int
 
-    def trainer(self, objective: Objective, head: Head) -> PreferenceTrainer:
+    def trainer(self, job: Job[P], objective: Objective, head: Head) -> PreferenceTrainer:
         """The loop around ``objective``; the model is exported with ``head``."""
-        pad_id, multiple = self.tokenizer.pad_id, self.job.pad_to_multiple
+        pad_id, multiple = self.tokenizer.pad_id, job.pad_to_multiple
 
         def collate(examples: Sequence[PreferenceExample], first: int) -> RolloutBatch:
             return pair_batch(examples, pad_id=pad_id, pad_to_multiple=multiple, first_id=first)
 
         return SupervisedTrainer(
-            self.job,
+            job,
             objective,
             self.tokenizer,
             self.train,
@@ -53,8 +54,8 @@ class Start(Generic[P]):
         )
 
 
-def start_run(config: P, models: dict[str, ModelConfig]) -> Start[P]:
-    """Read and check everything the configuration names, then join the other ranks.
+def read_inputs(config: PreferenceConfig, models: dict[str, ModelConfig]) -> Inputs:
+    """Read and check everything that the configuration names; nothing is started.
 
     Args:
         config: of the run.
@@ -76,8 +77,7 @@ def start_run(config: P, models: dict[str, ModelConfig]) -> Start[P]:
         validation = read_pairs(config, config.data.validation, tokenizer, longest)
     elif config.data.validation_fraction:
         train, validation = split_examples(train, config.data.validation_fraction, seed=config.seed)
-    steps = supervised.total_steps(config, len(train.examples))
-    return Start(join(config, models, env), tokenizer, train, validation, steps)
+    return Inputs(env, tokenizer, train, validation, supervised.total_steps(config, len(train.examples)))
 
 
 def read_pairs(config: PreferenceConfig, paths: Sequence[str], tokenizer: Tokenizer, max_length: int) -> Pairs:

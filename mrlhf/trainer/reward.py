@@ -13,7 +13,8 @@ from mrlhf.parallel.launch import shutdown
 from mrlhf.rl import LossTerms, diverging_pairwise_loss, lengths_before_padding, pairwise_loss
 from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
 from mrlhf.trainer import supervised
-from mrlhf.trainer.preferences import Pairs, PreferenceTrainer, pair_count, pair_plan, start_run
+from mrlhf.trainer.job import join
+from mrlhf.trainer.preferences import Inputs, PreferenceTrainer, pair_count, pair_plan, read_inputs
 from mrlhf.trainer.supervised import counts_metrics
 from mrlhf.types import Metric, RolloutBatch, gather_rows
 
@@ -42,22 +43,25 @@ def build_trainer(config: RewardTrainingConfig) -> PreferenceTrainer:
         raise ConfigError(
             f"model.path: {config.model.path} is a language model without a value head; set model.head to fresh or auto"
         )
-    start = start_run(config, {supervised.MODEL: supervised.read_start_model(config)})
-    _check_margins(config, start.train)
+    models = {supervised.MODEL: supervised.read_start_model(config)}
+    inputs = read_inputs(config, models)
+    _check_margins(config, inputs)
+    job = join(config, models, inputs.env)
     masked = config.reward.loss == "deepspeed_chat"
-    model = supervised.build_trained(start.job, "value", start.steps, head_init=config.model.head, masked=masked)
-    return start.trainer(RewardObjective(config, model), "value")
+    model = supervised.build_trained(job, "value", inputs.steps, head_init=config.model.head, masked=masked)
+    return inputs.trainer(job, RewardObjective(config, model), "value")
 
 
-def _check_margins(config: RewardTrainingConfig, pairs: Pairs) -> None:
+def _check_margins(config: RewardTrainingConfig, inputs: Inputs) -> None:
     if config.reward.loss != "deepspeed_chat" or not config.reward.use_margin:
         return
-    line = next((pair.line for pair in pairs.examples if pair.margin), None)
-    if line is not None:
-        raise ConfigError(
-            f"data.train: line {line} has a margin, which reward.loss=deepspeed_chat has no place for; set "
-            "reward.use_margin=false to leave margins out, or reward.loss=bradley_terry"
-        )
+    for key, pairs in (("train", inputs.train), ("validation", inputs.validation)):
+        line = next((pair.line for pair in (pairs.examples if pairs else []) if pair.margin), None)
+        if line is not None:
+            raise ConfigError(
+                f"data.{key}: line {line} has a margin, which reward.loss=deepspeed_chat has no place for; set "
+                "reward.use_margin=false to leave margins out, or reward.loss=bradley_terry"
+            )
 
 
 class RewardObjective:
