@@ -48,7 +48,6 @@ def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -
     Raises:
         ConfigError: naming the keys and a way out.
     """
-    check_same_vocabulary({"tokenizer.path": config.tokenizer_path, **config.model_folders()})
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the actor's vocabulary is "
@@ -57,6 +56,9 @@ def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -
     outside = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
     if outside:
         raise ConfigError(f"rollout.stop_token_ids: {outside} are outside the actor's vocabulary of {vocab_size}")
+    # The critic's folder is often that of the reward model, which is the key to name.
+    folders = sorted(config.model_folders().items(), key=lambda item: item[0] == "critic.path")
+    check_same_vocabulary({"tokenizer.path": config.tokenizer_path, **dict(folders)})
 
 
 def read_dataset(config: PPOConfig, tokenizer: Tokenizer, models: Iterable[ModelConfig]) -> PromptDataset:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mrlhf.checkpoint.hf import read_model_config
 from mrlhf.config import check_files, load_config
 from mrlhf.errors import MrlhfError
-from mrlhf.trainer import ppo
 from mrlhf.trainer import job as jobs
+from mrlhf.trainer import ppo
 from tests.end_to_end.jobs import TinyJob, function_reward, run_command
 from tools.make_tiny_model import make_tiny_model
 
@@ -151,6 +151,24 @@ def test_tokenizer_larger_than_the_vocabulary(refuse: Any, models: dict[str, str
     assert len(tokens) > 97
     message = refuse(f"tokenizer.path={folder}")
     _says(message, f"tokenizer.path: {folder} has {len(tokens)} ids", "the actor's vocabulary is 97")
+
+
+def test_tokenizers_of_one_size_with_other_pieces(refuse: Any, tiny_job: TinyJob, tmp_path: Path) -> None:
+    folder = tmp_path / "reward"
+    shutil.copytree(tiny_job.reward, folder)
+    content = (folder / "tokenizer.json").read_text()
+    vocabulary = json.loads(content)["model"]["vocab"]
+    (folder / "tokenizer.json").write_text(
+        content.replace('"a":', '"@@":').replace('"b":', '"a":').replace('"@@":', '"b":')  # a and b change places
+    )
+    message = refuse(f"reward.sources=[{{kind: model, path: '{folder}'}}]")
+    first = min(vocabulary["a"], vocabulary["b"])
+    _says(
+        message,
+        f"reward.sources[0].path: {folder} reads other token ids than tokenizer.path",
+        f"id {first} is",
+        "(2 ids differ)",
+    )
 
 
 def test_unknown_keys(refuse: Any) -> None:
