@@ -157,4 +157,8 @@ def print_samples(rows: Sequence[Mapping[str, object]], console: Console | None 
         before, after = (f"{row[key]:+.3f}" for key in ("reference_score", "score"))
         cells = [row["prompt"], row["reference_response"], before, row["response"], after]
         table.add_row(*(Text(str(cell)) for cell in cells))
-    (console or Console(stderr=True)).print(table)
+    if console is None:
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            console.width = 140  # a log has no width of its own, and rich would take 80
+    console.print(table)
