@@ -15,7 +15,7 @@ def by_rows(count: int, size: int) -> Plan:
     return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
-def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1) -> Plan:
+def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1, packed: bool = False) -> Plan:
     """Micro-batches whose padded size, rows times the longest row, stays within ``budget`` tokens.
 
     Rows of like length go together (longest first), which keeps the padding small. A row that is longer than the
@@ -26,6 +26,7 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1) -> Plan
         budget: tokens of one micro-batch.
         multiple: the number of micro-batches is raised to a multiple of it by splitting the largest ones (interleaved
             pipeline stages work in groups of PP micro-batches).
+        packed: rows are laid one after the other without padding, so that the size is the sum of their lengths.
 
     Returns:
         The plan.
@@ -34,9 +35,14 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1) -> Plan
         ValueError: there are fewer rows than ``multiple``, or not enough to reach a multiple.
     """
     plan: Plan = []
-    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+
+    def size_with(row: int) -> int:
         # The first row of a micro-batch is its longest.
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= budget:
+        rows = [*plan[-1], row]
+        return sum(lengths[r] for r in rows) if packed else len(rows) * lengths[rows[0]]
+
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        if plan and size_with(row) <= budget:
             plan[-1].append(row)
         else:
             plan.append([row])
@@ -49,10 +55,12 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1) -> Plan
     return plan
 
 
-def make_plan(batch: RolloutBatch, *, rows: int, tokens: int | None, multiple: int = 1) -> Plan:
-    """Micro-batches of a batch: `by_tokens` of the padded rows where a budget is given, else `by_rows`."""
+def make_plan(batch: RolloutBatch, *, rows: int, tokens: int | None, multiple: int = 1, packed: bool = False) -> Plan:
+    """Micro-batches of a batch: `by_tokens` of the padded or packed rows where a budget is given, else `by_rows`."""
     if tokens is None:
         return by_rows(batch.size, rows)
+    if packed:
+        return by_tokens(batch.lengths.tolist(), tokens, multiple=multiple, packed=True)
     # A row takes the slot after its last token too, and its width is padded like the batch's.
     lengths = [round_up(length + 1, batch.pad_to_multiple) for length in batch.lengths.tolist()]
     return by_tokens(lengths, tokens, multiple=multiple)

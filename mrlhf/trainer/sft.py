@@ -124,12 +124,12 @@ class SFTObjective:
 
     def step(self, batch: RolloutBatch, denominator: float) -> Update:
         """One optimizer step."""
-        plan = micro_batch_plan(self.config, batch, self.model)
+        plan = micro_batch_plan(self.config, batch, self.model, training=True)
         return self.model.update(batch, plan, nll_loss, denominator, learned_request, packed=self.config.train.packing)
 
     def evaluate(self, batch: RolloutBatch) -> dict[str, Metric]:
         """The loss as a sum over learned tokens with their number."""
-        plan = micro_batch_plan(self.config, batch, self.model)
+        plan = micro_batch_plan(self.config, batch, self.model, training=False)
         logprobs = self.model.per_token(batch, plan, learned_request, packed=self.config.train.packing)
         if not counts_metrics(self.model):
             return {}

@@ -172,13 +172,13 @@ def build_trained(
     return TrainedModel(MODEL, job.models[MODEL], trainable, job.groups)
 
 
-def micro_batch_plan(config: SupervisedConfig, batch: RolloutBatch, model: TrainedModel) -> Plan:
+def micro_batch_plan(config: SupervisedConfig, batch: RolloutBatch, model: TrainedModel, *, training: bool) -> Plan:
     """The micro-batches of this rank's rows as the ``train`` section says."""
+    train = config.train
+    # Interleaved stages train in groups of PP micro-batches; a pass without gradient fills up the last group by itself.
+    multiple = model.groups.pp.size() if training and len(model.chunks) > 1 else 1
     return make_plan(
-        batch,
-        rows=config.train.micro_batch_size,
-        tokens=config.train.micro_batch_tokens,
-        multiple=model.groups.pp.size() if len(model.chunks) > 1 else 1,
+        batch, rows=train.micro_batch_size, tokens=train.micro_batch_tokens, multiple=multiple, packed=train.packing
     )
 
 
@@ -361,7 +361,8 @@ class SupervisedTrainer(Generic[E]):
 
     def _announce(self, display: Display) -> None:
         job, data = self.job, self.examples
-        display.message(f"{job.env.launcher}: {job.sizes.describe()}; {available_parts(job.dtype).describe()}")
+        parts = available_parts(job.dtype, masked=self.model.attention_mask is not None)
+        display.message(f"{job.env.launcher}: {job.sizes.describe()}; {parts.describe()}")
         left_out = {"malformed lines skipped": data.skipped, "over-long dropped": data.dropped}
         left_out["over-long cut"] = data.truncated
         counted = "".join(f", {count} {what}" for what, count in left_out.items() if count)

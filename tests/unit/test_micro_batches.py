@@ -22,6 +22,20 @@ def test_tokens_by_hand() -> None:
     assert by_tokens([3, 9, 4, 1, 5, 3], 10) == [[1], [4, 2], [0, 5, 3]]
 
 
+def test_packed_tokens_by_hand() -> None:
+    # The sum counts: 9 and 1 would fit together, but rows are taken longest first.
+    assert by_tokens([3, 9, 4, 1, 5, 3], 10, packed=True) == [[1], [4, 2], [0, 5, 3]]
+    assert by_tokens([6, 2, 2, 2], 12) == [[0, 1], [2, 3]]
+    assert by_tokens([6, 2, 2, 2], 12, packed=True) == [[0, 1, 2, 3]]
+
+
+def test_a_plan_of_packed_rows_counts_tokens_alone() -> None:
+    batch = RolloutBatch.from_sequences([[1]] * 3, [[2] * 5, [2], [2]], pad_id=0, pad_to_multiple=4)
+    assert make_plan(batch, rows=1, tokens=10, packed=True) == [[0, 1, 2]]
+    assert make_plan(batch, rows=1, tokens=10) == [[0], [1, 2]]
+    assert make_plan(batch, rows=2, tokens=None, packed=True) == [[0, 1], [2]]
+
+
 def test_a_row_over_the_budget_is_alone() -> None:
     assert by_tokens([2, 50, 2], 10) == [[1], [0, 2]]
 
