@@ -10,6 +10,7 @@ from mrlhf.config_preferences import PreferenceConfig
 from mrlhf.data.preferences import PreferenceExample, load_preferences, pair_batch
 from mrlhf.data.stream import ExampleSet, split_examples
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.data.vocabulary import check_same_vocabulary
 from mrlhf.megatron.model import Head
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import LaunchEnv
@@ -70,13 +71,17 @@ def read_inputs(config: PreferenceConfig, models: dict[str, ModelConfig]) -> Inp
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     for model in models.values():
         supervised.check_tokenizer(tokenizer, model.vocab_size)
+    check_same_vocabulary(config.model_folders())
     longest = min(supervised.example_length(config, model) for model in models.values())
     train = read_pairs(config, config.data.train, tokenizer, longest)
     validation: Pairs | None = None
     if config.data.validation:
         validation = read_pairs(config, config.data.validation, tokenizer, longest)
     elif config.data.validation_fraction:
-        train, validation = split_examples(train, config.data.validation_fraction, seed=config.seed)
+        # Pairs of one prompt stay together, so that no held-out prompt was trained on.
+        train, validation = split_examples(
+            train, config.data.validation_fraction, seed=config.seed, key=lambda pair: tuple(pair.prompt_ids)
+        )
     return Inputs(env, tokenizer, train, validation, supervised.total_steps(config, len(train.examples)))
 
 
