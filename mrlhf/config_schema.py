@@ -38,7 +38,7 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
-    """The model that predicts the return of every token."""
+    """The model that predicts the return of every token; of no effect where ppo.advantage needs none."""
 
     path: str | None = Field(
         None, description="folder as for actor.path; null: the first reward model's, else the actor's"
@@ -109,7 +109,7 @@ class RewardConfig(Section):
 class DataConfig(Section):
     """The prompts."""
 
-    prompts: str = Field(description="JSONL file, one prompt a line")
+    prompts: str = Field(description="JSONL, Parquet or CSV file, one prompt a row")
     prompt_key: str = Field("prompt", min_length=1, description="field that holds the text or the chat messages")
     max_prompt_length: PositiveInt | None = Field(
         None, description="longest prompt in tokens; null: the models' length less rollout.max_response_length"
@@ -135,7 +135,7 @@ class RolloutConfig(Section):
 
 
 class CriticAdamConfig(AdamConfig):
-    """As for the actor, with a higher learning rate."""
+    """As for the actor, with a higher learning rate; of no effect where ppo.advantage needs no critic."""
 
     lr: NonNegativeFloat = Field(5e-6, description="highest learning rate")
 
@@ -271,13 +271,6 @@ class PPOConfig(RunConfig):
             samples_per_prompt=self.rollout.samples_per_prompt,
             iterations=self.trainer.iterations,
         )
-        if not self.ppo.needs_critic:
-            for key, given in (
-                ("critic", self.critic != CriticConfig()),
-                ("optimizer.critic", self.optimizer.critic != CriticAdamConfig()),
-            ):
-                if given:
-                    problems.append(f"{key}: ppo.advantage {self.ppo.advantage} has no critic; leave these keys out")
         for role, adam in (("actor", self.optimizer.actor), ("critic", self.optimizer.critic)):
             if adam.warmup_iterations > self.trainer.iterations:
                 problems.append(

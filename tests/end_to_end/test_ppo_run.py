@@ -46,7 +46,7 @@ def _run(config: PPOConfig) -> Run:
 
 def _hashes(trainer: PPOTrainer) -> dict[str, str]:
     models = [trainer.actor, trainer.critic, trainer.reference, *(model for model, _ in trainer.scorer.models)]
-    return {model.name: model.weights_hash() for model in models}
+    return {model.name: model.weights_hash() for model in models if model is not None}
 
 
 def _plain_weights(role: Any) -> dict[str, torch.Tensor]:
