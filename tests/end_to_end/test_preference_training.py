@@ -57,8 +57,10 @@ def config_of(name: str, inputs: Path, output: Path, overrides: tuple[str, ...])
     return make(inputs, output, *RUNS[name], *overrides)
 
 
-def train_all(inputs: Path, output: Path, variants: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Every run in every variant of its options, and the recorded pairs; results on rank 0."""
+def train_all(
+    inputs: Path, output: Path, variants: dict[str, tuple[str, ...]], with_recorded: bool = True
+) -> dict[str, Any]:
+    """Every run in every variant of its options, and the recorded pairs; metrics of the runs on rank 0."""
     from torch import distributed as dist
 
     results: dict[str, Any] = {}
@@ -72,7 +74,8 @@ def train_all(inputs: Path, output: Path, variants: dict[str, tuple[str, ...]]) 
             if name == "dpo":
                 frozen = trainer.objective.reference
                 assert not any(p.requires_grad for chunk in frozen.chunks for p in chunk.parameters())
-    results["recorded"] = {
+    # One pair alone makes one micro-batch, which is too few for virtual stages.
+    results["recorded"] = with_recorded and {
         loss: recorded_pairs(inputs, output, f"reward.loss={loss}", *next(iter(variants.values())))
         for loss in ("deepspeed_chat", "bradley_terry")
     }
@@ -183,12 +186,12 @@ def test_virtual_stages_with_a_token_budget(inputs: Path, expected: dict[str, An
     for name in ("train.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text((inputs / name).read_text())
     interleaved = {"plain": (*overrides({**PP2, **VPP2}), BUDGET)}
-    ours = run_ranks(train_all, 2, tmp_path, tmp_path / "interleaved", interleaved)[0]
-    plain = run_ranks(train_all, 1, tmp_path, tmp_path / "one", {"plain": ()})[0]
+    ours = run_ranks(train_all, 2, tmp_path, tmp_path / "interleaved", interleaved, False)[0]
+    plain = run_ranks(train_all, 1, tmp_path, tmp_path / "one", {"plain": ()}, False)[0]
     for run in (f"{name}-plain" for name in RUNS):
-        for ours_row, row in zip(ours[run], plain[run], strict=True):
-            assert ours_row["loss"] == pytest.approx(row["loss"], rel=2e-5)
-            assert ours_row["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
+        for mine, row in zip(ours[run], plain[run], strict=True):
+            assert mine["loss"] == pytest.approx(row["loss"], rel=2e-5)
+            assert mine["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
 
 
 def test_recorded_rows_hold_what_the_test_is_about() -> None:
