@@ -71,14 +71,18 @@ def by_pairs(plan: Plan) -> Plan:
     return [[row for pair in pairs for row in (2 * pair, 2 * pair + 1)] for pairs in plan]
 
 
-def make_pair_plan(batch: RolloutBatch, *, pairs: int, tokens: int | None, multiple: int = 1) -> Plan:
+def make_pair_plan(
+    batch: RolloutBatch, *, pairs: int, tokens: int | None, multiple: int = 1, packed: bool = False
+) -> Plan:
     """Micro-batches of preference pairs, two neighbouring rows each, that no micro-batch tears apart.
 
     Args:
         batch: an even number of rows.
         pairs: pairs of one micro-batch.
-        tokens: padded tokens of one micro-batch instead; a pair takes twice its longer row.
+        tokens: tokens of one micro-batch instead. A pair takes twice its longer row with the padding, or, packed, the
+            sum of its rows.
         multiple: see `by_tokens`.
+        packed: see `by_tokens`.
 
     Raises:
         ValueError: an odd number of rows, or as `by_tokens`.
@@ -87,7 +91,9 @@ def make_pair_plan(batch: RolloutBatch, *, pairs: int, tokens: int | None, multi
         raise ValueError(f"{batch.size} rows are no pairs")
     if tokens is None:
         return by_pairs(by_rows(batch.size // 2, pairs))
-    longer = batch.lengths.view(-1, 2).amax(dim=1)
-    return by_pairs(
-        by_tokens([2 * round_up(n + 1, batch.pad_to_multiple) for n in longer.tolist()], tokens, multiple=multiple)
-    )
+    rows = batch.lengths.view(-1, 2)
+    if packed:
+        sizes = rows.sum(dim=1).tolist()
+    else:
+        sizes = [2 * round_up(n + 1, batch.pad_to_multiple) for n in rows.amax(dim=1).tolist()]
+    return by_pairs(by_tokens(sizes, tokens, multiple=multiple, packed=packed))

@@ -106,7 +106,13 @@ def pair_plan(config: PreferenceConfig, batch: RolloutBatch, model: RoleModel, *
     # Interleaved stages train in groups of PP micro-batches; a pass without gradient fills up the last group by itself.
     multiple = model.groups.pp.size() if training and len(model.chunks) > 1 else 1
     train = config.train
-    return make_pair_plan(batch, pairs=train.micro_batch_size, tokens=train.micro_batch_tokens, multiple=multiple)
+    return make_pair_plan(
+        batch,
+        pairs=train.micro_batch_size,
+        tokens=train.micro_batch_tokens,
+        multiple=multiple,
+        packed=train.packing,
+    )
 
 
 def pair_count(batch: RolloutBatch) -> float:

@@ -31,6 +31,14 @@ def test_a_budget_counts_both_rows_at_the_longer_ones_width() -> None:
     assert make_pair_plan(batch_of([3, 2, 1, 7, 3, 3], 3), pairs=1, tokens=24) == [[2, 3], [0, 1, 4, 5]]
 
 
+def test_a_budget_of_packed_rows_counts_their_tokens_alone() -> None:
+    # Pairs of 5, 8 and 6 tokens.
+    batch = batch_of([3, 2, 1, 7, 3, 3])
+    assert make_pair_plan(batch, pairs=1, tokens=14, packed=True) == [[2, 3, 4, 5], [0, 1]]
+    assert make_pair_plan(batch, pairs=1, tokens=13, packed=True) == [[2, 3], [4, 5, 0, 1]]
+    assert make_pair_plan(batch, pairs=1, tokens=19, packed=True) == [[2, 3, 4, 5, 0, 1]]
+
+
 def test_an_odd_number_of_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="3 rows are no pairs"):
         make_pair_plan(batch_of([2, 2, 2]), pairs=1, tokens=None)
