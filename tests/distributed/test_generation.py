@@ -68,7 +68,7 @@ def _greedy(folder: Path, world: int, sizes: dict[str, Any]) -> list[list[list[i
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["ds_chat_trajectory", "standard_trajectory"])
-def test_greedy_rows_equal_the_recorded_ones(run_ranks: Any, layout: str, name: str) -> None:
+def test_d14_greedy_rows_equal_the_recorded_ones(run_ranks: Any, layout: str, name: str) -> None:
     world, sizes = LAYOUTS[layout]
     folder = DATA / name
     expected = json.loads((folder / "expected.json").read_text())
