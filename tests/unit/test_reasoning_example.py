@@ -13,6 +13,7 @@ from mrlhf.data.prompts import read_prompts
 from mrlhf.roles.reward import RewardFunction
 from tools.make_reasoning_prompts import make_reasoning_prompts
 
+pytest.importorskip("reasoning_gym", reason='pip install "mrlhf[reasoning]"')
 ROOT = Path(__file__).parents[2]
 
 
