@@ -284,9 +284,7 @@ def tokenizer_train(
     corpus: Annotated[list[Path], typer.Argument(help="Text files, or JSONL, Parquet or CSV files (see --key).")],
     vocab_size: Annotated[int, typer.Option(min=1, help="Number of ids, special tokens and bytes included.")],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
-    model_type: Annotated[
-        TokenizerModelChoice, typer.Option(help="unigram folders are read by mrlhf, not by transformers.")
-    ] = TokenizerModelChoice.BPE,
+    model_type: Annotated[TokenizerModelChoice, typer.Option(help="Kind of model.")] = TokenizerModelChoice.BPE,
     character_coverage: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the corpus whose characters get ids of their own.")
     ] = 0.9995,

@@ -87,7 +87,7 @@ class HuggingFaceBackend:
 
     def encode(self, text: str) -> list[int]:
         """See `Backend`; a leading space counts, as in SentencePiece."""
-        return self._bare(" " + text if self._loses_space and text.startswith(" ") else text)
+        return self._bare(" " + text if self._loses_space and text.startswith((" ", "\u2581")) else text)
 
     def _after(self, anchor: str, text: str) -> list[int]:
         return self._bare(anchor + text)[len(self._bare(anchor)) if anchor else 0 :]

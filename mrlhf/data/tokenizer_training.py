@@ -16,6 +16,9 @@ from mrlhf.errors import ConfigError, DataError
 ModelType = Literal["bpe", "unigram"]
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 """The first ids, in this order."""
+FILES = ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "tokenizer.json")
+SPACE = "\u2581"
+"""How SentencePiece writes a space."""
 TABLE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -35,12 +38,13 @@ def train_tokenizer(
     """Train a tokenizer with Llama's settings of SentencePiece and write its folder.
 
     The ids start with ``<pad> <s> </s> <unk>`` and the special tokens; with byte fallback 256 bytes follow, so that no
-    text is unknown. The same corpus and settings give the same file. transformers reads a ``bpe`` folder too, with the
-    same ids; it has no reader for Llama's settings with ``unigram``, so that such a folder is for mrlhf alone.
+    text is unknown. The same corpus and settings give the same files. transformers reads the folder too, with the same
+    ids.
 
     Args:
         corpus: text files, a line a sentence, or JSONL, Parquet or CSV files.
-        output: folder to write ``tokenizer.model`` into, with ``tokenizer_config.json`` and ``chat_template.jinja``.
+        output: folder to write ``tokenizer.model`` into, with ``tokenizer_config.json``, ``chat_template.jinja`` and,
+            for ``unigram``, ``tokenizer.json``.
         vocab_size: number of ids, all of the above included.
         model_type: ``bpe`` or ``unigram``.
         character_coverage: share of the corpus whose characters get ids of their own.
@@ -61,8 +65,8 @@ def train_tokenizer(
     if model_type not in get_args(ModelType):
         raise ValueError(f"model_type must be one of {', '.join(get_args(ModelType))}, not {model_type!r}")
     folder = Path(output)
-    files = [folder / name for name in ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja")]
-    there = [file.name for file in (*files, folder / "tokenizer.json") if file.exists()]
+    files = [folder / name for name in FILES]
+    there = [file.name for file in files if file.exists()]
     if there and not overwrite:
         raise ConfigError(f"{folder} holds a tokenizer already ({there[0]}); choose another folder, or --overwrite")
     taken = [*SPECIAL.values()]
@@ -80,16 +84,43 @@ def train_tokenizer(
         control_symbols=list(special_tokens),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (*files, folder / "tokenizer.json"):
+    for file in files:
         # What is left of the replaced tokenizer would be read instead of, or with, the new one.
         file.unlink(missing_ok=True)
-    files[0].write_bytes(model)
-    if model_type == "bpe":
-        settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "add_eos_token": False}
-        files[1].write_text(json.dumps(settings | SPECIAL, indent=2) + "\n", encoding="utf-8")
+    model_file, settings_file, template_file, fast_file = files
+    model_file.write_bytes(model)
+    settings: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    settings |= {"add_bos_token": True, "add_eos_token": False}
+    if model_type == "unigram":
+        # Of transformers' classes none reads a unigram model with Llama's settings.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        _write_unigram(model, fast_file, byte_fallback)
+    settings_file.write_text(json.dumps(settings | SPECIAL, indent=2) + "\n", encoding="utf-8")
     if template is not None:
-        files[2].write_text(template, encoding="utf-8")
+        template_file.write_text(template, encoding="utf-8")
     return folder
+
+
+def _write_unigram(model: bytes, file: Path, byte_fallback: bool) -> None:
+    """The same tokenizer as a file of the ``tokenizers`` library."""
+    import sentencepiece
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = range(processor.vocab_size())
+    vocabulary = [(processor.id_to_piece(i), processor.get_score(i)) for i in ids]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=processor.unk_id(), byte_fallback=byte_fallback))
+    control = [piece for i, (piece, _) in enumerate(vocabulary) if processor.is_control(i)]
+    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in control])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bos = SPECIAL["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, processor.bos_id())]
+    )
+    tokenizer.save(str(file))
 
 
 def _train(lines: list[str], *, vocab_size: int, **options: Any) -> bytes:

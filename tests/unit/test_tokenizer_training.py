@@ -36,23 +36,31 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_folder_is_read_by_mrlhf_and_by_transformers(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "size"), [("bpe", 350), ("unigram", 308)])
+def test_the_folder_is_read_by_mrlhf_and_by_transformers(
+    corpus: Path, tmp_path: Path, model_type: str, size: int
+) -> None:
     from transformers import AutoTokenizer
 
     folder, template = tmp_path / "tokenizer", tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
     special = ["--special-token", "<|user|>", "--special-token", "<|assistant|>"]
-    options = ["--vocab-size", "350", "--output", folder, "--chat-template", template, *special]
-    assert run(corpus, *options) == (0, f"{folder}: 350 ids\n")
+    options = ["--vocab-size", str(size), "--output", folder, "--chat-template", template, "--model-type", model_type]
+    options += special
+    assert run(corpus, *options) == (0, f"{folder}: {size} ids\n")
     tokenizer, file = load_tokenizer(folder), load_tokenizer(folder / "tokenizer.model")
     for one in (tokenizer, file):
-        assert (one.vocab_size, one.pad_id, one.bos_id, one.eos_ids) == (350, 0, 1, [2])
+        assert (one.vocab_size, one.pad_id, one.bos_id, one.eos_ids) == (size, 0, 1, [2])
         assert one.pieces(range(6)) == ["<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>"]
         ids = one.encode_messages(MESSAGES)
         assert one.pieces(ids)[:2] == ["<s>", "<|user|>"]
         assert one.pieces(ids)[-2:] == ["</s>", "<|assistant|>"]
-    for text in [*TEXTS, "<|user|>Hello<|assistant|> x"]:
+    generator = random.Random(1)
+    parts = [*WORDS, " ", "  ", "\n", "\t", "7", "42", "\u20ac", "<s>", "</s>", "<|user|>", "<|user|", "\u2581", "x"]
+    mixed = ["".join(generator.choice(parts) for _ in range(12)) for _ in range(200)]
+    for text in [*TEXTS, "<|user|>Hello<|assistant|> x", *mixed]:
         assert tokenizer.encode(text) == file.encode(text)
+        assert tokenizer.backend.encode_inside(text) == file.backend.encode_inside(text)
         assert tokenizer.decode(tokenizer.encode(text)) == file.decode(file.encode(text))
     assert file.decode(file.encode("caf\u00e9 \u4e16\u754c\n 42 zebra")) == "caf\u00e9 \u4e16\u754c\n 42 zebra"
     assert AutoTokenizer.from_pretrained(folder)("Hello world")["input_ids"] == file.encode("Hello world")
@@ -64,7 +72,8 @@ def test_the_folder_is_read_by_mrlhf_and_by_transformers(corpus: Path, tmp_path:
     (folder / "tokenizer.json").write_text("of another tokenizer")
     assert run(corpus, *options, "--overwrite")[0] == 0
     assert (folder / "tokenizer.model").read_bytes() == before
-    assert not (folder / "tokenizer.json").exists()
+    assert (folder / "tokenizer.json").exists() == (model_type == "unigram")
+    assert load_tokenizer(folder).encode("Hello world") == file.encode("Hello world")
 
 
 def test_unigram_from_jsonl(corpus: Path, tmp_path: Path) -> None:
