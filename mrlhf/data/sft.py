@@ -107,21 +107,12 @@ def load_sft(
                     raise DataError(f"{where}: {error}") from error
                 skipped += 1
                 continue
-            if len(example.ids) > max_length:
-                if overlong == "error":
-                    raise DataError(
-                        f"{where}: the row has {len(example.ids)} tokens, data.max_length is {max_length}; raise it, "
-                        "or set data.overlong to drop or truncate"
-                    )
-                if overlong == "drop":
-                    dropped += 1
-                    continue
-                example = SFTExample(example.ids[:max_length], example.learned[:max_length], record.line)
-                truncated += any(example.learned)
-            if not any(example.learned):
+            fitting = _fit(example, max_length, overlong, where)
+            if fitting is None:
                 dropped += 1
                 continue
-            examples.append(example)
+            truncated += fitting is not example
+            examples.append(fitting)
     if not examples:
         raise DataError(
             f"{paths}: no row is left: {dropped} are longer than data.max_length={max_length}, {skipped} are malformed"
@@ -179,6 +170,20 @@ def _parse(item: Fields, number: int, keys: tuple[str, str, str, str]) -> SFTRec
         return SFTRecord(number, response=check_text(present[text_key], text_key))
     expected = f"{prompt_key!r} and {response_key!r}, or {messages_key!r}, or {text_key!r}"
     raise ValueError(f"expected the fields {expected}; the fields are: {field_names(present)}")
+
+
+def _fit(example: SFTExample, max_length: int, overlong: Overlong, where: str) -> SFTExample | None:
+    """The example in ``max_length`` tokens; None where it is left out."""
+    if len(example.ids) > max_length:
+        if overlong == "error":
+            raise DataError(
+                f"{where}: the row has {len(example.ids)} tokens, data.max_length is {max_length}; raise it, or set "
+                "data.overlong to drop or truncate"
+            )
+        if overlong == "drop":
+            return None
+        example = SFTExample(example.ids[:max_length], example.learned[:max_length], example.line)
+    return example if any(example.learned) else None
 
 
 def _encode(record: SFTRecord, tokenizer: Tokenizer, learn_on: LearnOn) -> SFTExample:
