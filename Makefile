@@ -13,6 +13,9 @@ endif
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(VENV)/constraints.txt
+# Two test files at a time: ranks wait for each other, so one file leaves cores idle. TEST_PROCESSES=0: one process.
+TEST_PROCESSES ?= 2
+PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile
 # One thread a process: tests and examples start several processes on few cores.
 RUN := OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
 
@@ -36,10 +39,10 @@ quickstart: $(STAMP)
 	$(RUN) bash examples/quickstart.sh
 
 test: $(STAMP)
-	$(RUN) python -m pytest -m "not slow" --timeout 600 --durations 25
+	$(RUN) python -m pytest $(PARALLEL) -m "not slow" --timeout 600 --durations 25
 
 test-all: $(STAMP)
-	$(RUN) python -m pytest --timeout 1800
+	$(RUN) python -m pytest $(PARALLEL) --timeout 1800
 
 test-gpu: $(STAMP)
 	$(RUN) python -m pytest tests/gpu --timeout 1800
