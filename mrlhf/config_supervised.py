@@ -79,6 +79,8 @@ class SFTDataConfig(ExampleDataConfig):
 
     prompt_key: str = Field("prompt", min_length=1, description="field of the prompt, beside a response")
     response_key: str = Field("response", min_length=1, description="field of the response")
+    messages_key: str = Field("messages", min_length=1, description="field of chat messages")
+    text_key: str = Field("text", min_length=1, description="field of plain text, which is learned as a whole")
     learn_on: Literal["response", "all"] = Field(
         "response", description="tokens in the loss: responses (the assistant's messages), or all"
     )

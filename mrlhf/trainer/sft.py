@@ -88,6 +88,8 @@ def read_examples(
         learn_on=data.learn_on,
         prompt_key=data.prompt_key,
         response_key=data.response_key,
+        messages_key=data.messages_key,
+        text_key=data.text_key,
         overlong=data.overlong,
         skip_bad_lines=data.skip_bad_lines,
     )

@@ -39,16 +39,18 @@ def make_batch(multiple: int) -> RolloutBatch:
     return batch.replace(response_mask=mask & (slots < (batch.lengths - 1).unsqueeze(1)))
 
 
-def measure(path: Path, layout: Layout) -> dict[str, Any]:
+def measure(path: Path, layout: Layout, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Log-probs, loss, norm and this rank's gradients, padded and packed; the value head's numbers too."""
+    from mrlhf.megatron import device
     from mrlhf.megatron.optimizer import AdamSettings, Trainable
     from mrlhf.roles.model import RoleModel, TrainedModel
     from mrlhf.trainer.sft import learned_request, nll_loss
 
-    config, groups, chunks = build(path, layout.sizes)
+    config, groups, chunks = build(path, layout.sizes, dtype=dtype)
     model = TrainedModel("model", config, Trainable(chunks, groups, AdamSettings(lr=1e-3)), groups)
-    values = RoleModel("value", config, build(path, layout.sizes, head="value")[2], groups)
+    values = RoleModel("value", config, build(path, layout.sizes, head="value", dtype=dtype)[2], groups)
     batch = make_batch(groups.tp.size() if model.trainable.config.sequence_parallel else 1)
+    batch = batch.to(device.device())
     assert batch.response_mask is not None
     result: dict[str, Any] = {"lengths": batch.lengths}
     for name, packed in (("padded", False), ("packed", True)):

@@ -156,3 +156,18 @@ def test_greedy_rows_equal_the_recorded_ones(world: Any, name: str) -> None:
         made = engine.generate(requests, SamplingParams(temperature=0.0), stop_ids=stop, seed=0, step=0)
         rows = [p + g.tokens + [0] * (12 - len(g.tokens)) for p, g in zip(prompts, made, strict=True)]
         assert rows == expected[key]["sequences"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows_give_the_numbers_of_padded_ones(world: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    """In bf16 by Transformer Engine where it is installed, in fp32 by torch's attention, document by document."""
+    from tests.distributed.megatron_tools import Layout
+    from tests.distributed.test_packing import measure
+    from tools.make_tiny_model import make_tiny_model
+
+    path = make_tiny_model(tmp_path / "model", hidden_size=256, ffn_hidden_size=256, tokenizer=False, seed=8)
+    numbers = measure(path, Layout(), dtype)
+    padded, packed, tolerance = numbers["padded"], numbers["packed"], 1e-4 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(packed["logprobs"], padded["logprobs"], rtol=tolerance, atol=tolerance)
+    assert packed["loss"] == pytest.approx(padded["loss"], rel=tolerance)
+    assert packed["norm"] == pytest.approx(padded["norm"], rel=tolerance)
