@@ -164,3 +164,24 @@ def test_fresh_weights_are_the_same_under_every_layout_and_megatrons(run_ranks: 
         else:
             assert float(value.std()) == pytest.approx(deviation, rel=0.1), name
             assert not torch.equal(value, loaded[name])
+
+
+def from_megatron_folder(inputs: Path, output: Path) -> dict[str, Any]:
+    from mrlhf.checkpoint.convert import import_hf
+
+    import_hf(inputs / "model", inputs / "megatron", overwrite=True)
+    overrides = (f"model.path={inputs / 'megatron'}", "trainer.export=true", "trainer.iterations=2")
+    return run_training(inputs, output, overrides)
+
+
+def test_a_converted_folder_starts_and_exports_the_same_model(
+    run_ranks: Any, inputs: Path, reference: dict[str, list[float]], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_ranks(from_megatron_folder, 1, inputs, tmp_path / "out")
+    rows = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert rows[0]["loss"] == pytest.approx(reference["loss"][0], rel=2e-5)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out" / "model").encode("the sea")])
+    assert torch.isfinite(model(ids).logits).all()
