@@ -169,8 +169,23 @@ def test_the_kl_coefficient_adds_the_k3_estimate() -> None:
     k3 = (difference.exp() - 1 - difference).double()
     assert penalised - plain == pytest.approx(0.3 * float(k3.sum()), rel=1e-5)
     assert metrics["kl_loss"].result() == pytest.approx(float(k3.mean()), rel=1e-5)
-    squared, _ = _loss(batch, logprobs, kl_loss_coef=0.3, kl_loss_kind="k2")
-    assert squared - plain == pytest.approx(0.3 * float(0.5 * difference.square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
+def test_every_kind_of_kl_loss_and_its_gradient(kind: str) -> None:
+    batch = _batch([2, 4], [1.0, -1.0])
+    assert batch.response_mask is not None
+    gradients = []
+    for coef in (0.0, 0.3):
+        logprobs = _logprobs(batch).requires_grad_()
+        loss, _ = actor_loss(PolicyLossSettings(kl_loss_coef=coef, kl_loss_kind=kind))(batch, logprobs)  # type: ignore[arg-type]
+        loss.backward()
+        gradients.append((float(loss), logprobs.grad[:, :-1][batch.response_mask].double()))  # type: ignore[index]
+    d = (_logprobs(batch) + 0.5)[:, :-1][batch.response_mask].double()  # log p - log p_ref
+    value = {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d, "abs": d.abs()}[kind]
+    slope = {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "abs": d.sign()}[kind]
+    assert gradients[1][0] - gradients[0][0] == pytest.approx(0.3 * float(value.sum()), rel=1e-5)
+    torch.testing.assert_close(gradients[1][1] - gradients[0][1], 0.3 * slope, rtol=1e-5, atol=1e-6)
 
 
 def test_the_dual_clip_bounds_tokens_with_negative_advantage_only() -> None:
