@@ -23,4 +23,4 @@ step "step 2, reward model: DP 2" reward "$configs/reward.yaml" model.path="$run
 ppo=("$configs/ppo.yaml" "reward.sources=[{kind: model, path: $run/reward/model}]" reference.path="$run/sft/model")
 step "step 3, PPO: TP 2" ppo "${ppo[@]}" actor.path="$run/sft/model" trainer.output_dir="$run/ppo" "$@"
 step "before and after, on prompts that were held out" eval "${ppo[@]}" actor.path="$run/ppo/actor" \
-    trainer.output_dir="$run/eval"
+    evaluation.output_dir="$run/eval"

@@ -171,12 +171,12 @@ def evaluate(
     config: ConfigArgument,
     overrides: Overrides = None,
     prompts: Annotated[Path | None, typer.Option(help="Held-out prompts; by default evaluation.prompts.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write; by default trainer.output_dir.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write; by default trainer.output_dir/eval.")] = None,
     print_config: PrintConfig = False,
 ) -> None:
     """Score the actor beside the reference on held-out prompts: mean score, win rate, KL, length, samples."""
     chosen = [f"evaluation.prompts={prompts}"] if prompts else []
-    chosen += [f"trainer.output_dir={output}"] if output else []
+    chosen += [f"evaluation.output_dir={output}"] if output else []
     _train(EvalConfig, "mrlhf.trainer.evaluate", config, [*(overrides or []), *chosen], print_config)
 
 

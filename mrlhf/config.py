@@ -111,8 +111,14 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
         micro_batch_tokens=config.ppo.micro_batch_tokens,
         # Without a limit of its own a prompt takes what the response leaves, at least one token.
         max_prompt_length=config.data.max_prompt_length or 1,
-        max_response_length=config.rollout.max_response_length,
+        max_response_length=config.longest_response,
     )
+    limit = config.ptx.max_length
+    problems += [
+        f"ptx.max_length {limit} is over the {role}'s length of {model.max_position_embeddings}; lower it"
+        for role, model in models.items()
+        if role == "actor" and limit is not None and limit > model.max_position_embeddings
+    ]
     if config.ptx.path is not None and config.ptx.batch_size is not None:
         ptx = size_problems(
             config.parallel.sizes(world_size),
@@ -219,7 +225,7 @@ def _explain(error: ErrorDetails, schema: type[RunConfig]) -> list[str]:
     if error["type"] == "union_tag_invalid":
         return [f"{key}.kind: given {error['ctx']['tag']!r}, expected one of {error['ctx']['expected_tags']}"]
     if error["type"] == "union_tag_not_found":
-        return [f"{key}: given {error['input']!r}, expected a mapping with kind: model or kind: function"]
+        return [f"{key}: given {error['input']!r}, expected a mapping with kind: model, function or remote"]
     expected = error["msg"].replace("Input should be ", "", 1).replace("greater than or equal to", "at least")
     expected = expected.replace("less than or equal to", "at most").replace("an object", "a mapping of keys to values")
     return [f"{key or 'the configuration'}: given {error['input']!r}, expected {expected}"]

@@ -95,6 +95,8 @@ class PPOAlgorithmConfig(Section):
             found.append(f"ppo.ds_group_size {self.ds_group_size} has a meaning only with semantics=deepspeed_chat")
         if self.kl_target is not None and not self.kl_coef:
             found.append("ppo.kl_target steers ppo.kl_coef by factors, so that must be above 0 to begin with")
+        if self.kl_target is None and self.kl_horizon != type(self).model_fields["kl_horizon"].default:
+            found.append("ppo.kl_horizon has no meaning without ppo.kl_target; leave it out")
         if self.critic_warmup_iterations >= iterations:
             found.append(
                 f"ppo.critic_warmup_iterations {self.critic_warmup_iterations} leave nothing for the actor of "

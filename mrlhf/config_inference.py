@@ -42,6 +42,10 @@ class EvalConfig(PPOConfig):
     )
     trainer: InferenceTrainerConfig = Field(default_factory=lambda: InferenceTrainerConfig(), description="output")
 
+    def model_folders(self) -> dict[str, str]:
+        """Folders that must hold a model, by key; there is no critic."""
+        return {key: path for key, path in super().model_folders().items() if key != "critic.path"}
+
 
 class GenerateConfig(EvalConfig):
     """Everything that defines a generation; any configuration of a PPO run is one."""
@@ -50,3 +54,7 @@ class GenerateConfig(EvalConfig):
         default_factory=lambda: RewardConfig(sources=(RewardFunctionSource(target="none:none"),)),
         description="of no effect here; part of a PPO run's configuration",
     )
+
+    def model_folders(self) -> dict[str, str]:
+        """Folders that must hold a model, by key: the actor's."""
+        return {"actor.path": self.actor.path}

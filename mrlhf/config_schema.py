@@ -175,6 +175,9 @@ class EvaluationConfig(Section):
     top_k: NaturalInt = Field(0, description="sample from the k likeliest tokens only; 0: from all")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this mass")
     samples_shown: NaturalInt = Field(4, description="prompts in the table of samples")
+    output_dir: str | None = Field(
+        None, description="folder that `mrlhf eval` writes; null: eval/ in trainer.output_dir"
+    )
 
     @model_validator(mode="after")
     def _no_copies(self) -> EvaluationConfig:
@@ -207,6 +210,12 @@ class PPOConfig(RunConfig):
     def rows_per_iteration(self) -> int:
         """Sequences of one iteration over all ranks."""
         return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response, in training or in an evaluation during it."""
+        evaluated = self.evaluation.max_response_length if self.trainer.eval_interval else None
+        return max(self.rollout.max_response_length, evaluated or 0)
 
     @property
     def reward_model_paths(self) -> tuple[str, ...]:
@@ -272,11 +281,17 @@ class PPOConfig(RunConfig):
             iterations=self.trainer.iterations,
         )
         for role, adam in (("actor", self.optimizer.actor), ("critic", self.optimizer.critic)):
-            if adam.warmup_iterations > self.trainer.iterations:
+            waits = self.ppo.critic_warmup_iterations if role == "actor" else 0
+            if adam.warmup_iterations > self.trainer.iterations - waits:
+                less = f" less ppo.critic_warmup_iterations {waits}" if waits else ""
                 problems.append(
                     f"optimizer.{role}.warmup_iterations {adam.warmup_iterations} are over "
-                    f"trainer.iterations {self.trainer.iterations}"
+                    f"trainer.iterations {self.trainer.iterations}{less}"
                 )
+        if self.ptx.path is None:
+            fields = type(self.ptx).model_fields
+            given = [name for name, field in fields.items() if getattr(self.ptx, name) != field.default]
+            problems += [f"ptx.{name} has no meaning without ptx.path" for name in given]
         if self.trainer.eval_interval and self.evaluation.prompts is None:
             problems.append("trainer.eval_interval needs evaluation.prompts, a file of held-out prompts")
         if self.rollout.temperature == 0 and self.rollout.samples_per_prompt > 1:

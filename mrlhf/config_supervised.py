@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mrlhf.config_sections import (
     AdamConfig,
-    Fraction,
+    Dropout,
     NaturalInt,
     NonNegativeFloat,
     OutputConfig,
@@ -40,7 +40,7 @@ class StartModelConfig(Section):
     init: Literal["loaded", "random"] = Field(
         "loaded", description="random: only the architecture is read (config.json), the weights are drawn by the seed"
     )
-    dropout: Fraction = Field(0.0, description="dropout of the training passes")
+    dropout: Dropout = Field(0.0, description="dropout of the training passes")
 
 
 class ExampleDataConfig(Section):

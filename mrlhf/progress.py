@@ -37,6 +37,9 @@ class Display(Protocol):
     def message(self, text: str) -> None:
         """Print lines without disturbing the display."""
 
+    def samples(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Show evaluated prompts, see `print_samples`."""
+
     def __enter__(self) -> Display: ...
 
     def __exit__(
@@ -54,6 +57,9 @@ class OffDisplay:
         """Ignore."""
 
     def message(self, text: str) -> None:
+        """Ignore."""
+
+    def samples(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Ignore."""
 
     def __enter__(self) -> OffDisplay:
@@ -81,6 +87,10 @@ class PlainDisplay(OffDisplay):
     def message(self, text: str) -> None:
         """Print as it is."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def samples(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Print the table."""
+        print_samples(rows, self._console)
 
     def _eta(self, step: int) -> str:
         done = max(step - self._first, 1)
@@ -133,7 +143,7 @@ def open_display(
     """
     if rank != 0 or mode == "off":
         return OffDisplay()
-    console = console or Console(stderr=True)
+    console = console or log_console()
     if mode == "rich" or (mode == "auto" and console.is_terminal):
         return RichDisplay(iterations, console, first_step)
     return PlainDisplay(iterations, console, first_step)
@@ -157,8 +167,12 @@ def print_samples(rows: Sequence[Mapping[str, object]], console: Console | None 
         before, after = (f"{row[key]:+.3f}" for key in ("reference_score", "score"))
         cells = [row["prompt"], row["reference_response"], before, row["response"], after]
         table.add_row(*(Text(str(cell)) for cell in cells))
-    if console is None:
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            console.width = 140  # a log has no width of its own, and rich would take 80
-    console.print(table)
+    (console or log_console()).print(table)
+
+
+def log_console() -> Console:
+    """Standard error; a log has no width of its own, and rich would take 80 columns."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.width = 140
+    return console

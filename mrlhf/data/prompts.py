@@ -125,6 +125,8 @@ def encode_prompts(
     if any(not isinstance(r.prompt, str) for r in records):
         tokenizer.require_chat_template()
     prompts: list[Prompt] = []
+    # Every prompt has every field of the file, so that a reward function sees the same ones with any share of it.
+    fields = sorted({key for record in records for key in record.meta})
     dropped = truncated = 0
     digest = hashlib.sha256()
     for record in records:
@@ -145,7 +147,7 @@ def encode_prompts(
             ids = ids[-max_prompt_length:]
             text = tokenizer.decode(ids, skip_special_tokens=False)
         digest.update(json.dumps([record.prompt, record.meta], sort_keys=True, default=str).encode())
-        prompts.append(Prompt(ids, text, record.meta, record.line))
+        prompts.append(Prompt(ids, text, dict.fromkeys(fields) | record.meta, record.line))
     if not prompts:
         raise DataError(
             f"{source}: all {len(records)} prompts are longer than data.max_prompt_length={max_prompt_length}"

@@ -47,6 +47,12 @@ class SFTExample:
     learned: list[bool]
     line: int
 
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens before the first learned one; of a text without any, all of it."""
+        start = next((i for i, learned in enumerate(self.learned) if learned), len(self.ids))
+        return tuple(self.ids[:start]) if start > 1 else tuple(self.ids)
+
 
 def load_sft(
     paths: str | Path | Sequence[str | Path],

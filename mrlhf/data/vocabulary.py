@@ -10,7 +10,7 @@ from typing import Any
 from mrlhf.errors import ConfigError, DataError
 
 
-def check_same_vocabulary(paths: Mapping[str, str | Path]) -> None:
+def check_same_vocabulary(paths: Mapping[str, str | Path], *, tolerated_share: float = 0.0) -> None:
     """Refuse models that read the same token ids but mean different text by them.
 
     Only the tokenizer files are compared: ``tokenizer.json``, the SentencePiece ``tokenizer.model``, or ``vocab.json``.
@@ -20,6 +20,7 @@ def check_same_vocabulary(paths: Mapping[str, str | Path]) -> None:
     Args:
         paths: folder (or SentencePiece file) of each model by its configuration key; the first one that has a
             tokenizer is what the others are compared with.
+        tolerated_share: part of the ids that may differ: fine-tuning may give reserved tokens other names.
 
     Raises:
         ConfigError: two vocabularies differ; the message names both keys, the first differing id and its pieces.
@@ -38,7 +39,7 @@ def check_same_vocabulary(paths: Mapping[str, str | Path]) -> None:
             first = key, str(path), pieces
             continue
         differing = [i for i in first[2].keys() & pieces.keys() if first[2][i] != pieces[i]]
-        if differing:
+        if len(differing) > tolerated_share * len(first[2]):
             token = min(differing)
             raise ConfigError(
                 f"{key}: {path} reads other token ids than {first[0]}: {first[1]}: id {token} is {pieces[token]!r} "

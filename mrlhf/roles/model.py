@@ -28,11 +28,13 @@ class Update:
         updated: whether weights changed (a gradient that is not finite skips the step).
         grad_norm: norm of the whole gradient before clipping.
         metrics: of this rank's share of the minibatch; empty except on the last pipeline stage.
+        scale_exhausted: fp16 only: the gradient overflowed at the lowest loss scale, so that waiting brings nothing.
     """
 
     updated: bool
     grad_norm: float
     metrics: dict[str, Metric]
+    scale_exhausted: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,13 @@ class Gradients:
         finite: whether all of it is, the same on every rank of the model.
         norm: of the whole gradient before clipping.
         metrics: as of `Update`.
+        scale_exhausted: as of `Update`.
     """
 
     finite: bool
     norm: float
     metrics: dict[str, Metric]
+    scale_exhausted: bool = False
 
 
 class RoleModel:
@@ -193,13 +197,13 @@ class TrainedModel(RoleModel):
         )
         self.trainable.train(False)
         finite, norm = self.trainable.prepare_step()
-        return Gradients(finite, norm, merge_metrics(parts))
+        return Gradients(finite, norm, merge_metrics(parts), self.trainable.scale_exhausted)
 
     def apply(self, gradients: Gradients, wanted: bool = True) -> Update:
         """Step on finite ``gradients``, or skip them where the step is not ``wanted``."""
         if wanted:
             self.trainable.apply_step(gradients.norm)
-        return Update(wanted, gradients.norm, gradients.metrics)
+        return Update(wanted, gradients.norm, gradients.metrics, gradients.scale_exhausted)
 
 
 def in_label_frame(output: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from mrlhf.roles.reward import checked_scores
 
 SHOWN_ANSWER = 200
 LONGEST_WAIT = 30.0
+REQUESTS_AT_ONCE = 8
 
 
 class BusyError(Exception):
@@ -75,8 +77,8 @@ class RemoteReward:
             MrlhfError: no answer after all tries, a refusal, or an answer that is anything else; the message names the
                 address and the last error.
         """
-        scores: list[float] = []
-        for start in range(0, len(responses), self.batch_size):
+
+        def ask(start: int) -> list[float]:
             part = slice(start, start + self.batch_size)
             request = {
                 "prompts": list(prompts[part]),
@@ -84,8 +86,14 @@ class RemoteReward:
                 "meta": {key: list(values[part]) for key, values in meta.items()},
             }
             answer = self._ask(json.dumps(request, default=str).encode())
-            scores += checked_scores(self._scores_of(answer), responses[part], f"reward server {self.url}")
-        return scores
+            return checked_scores(self._scores_of(answer), responses[part], f"reward server {self.url}")
+
+        if self._client is None:
+            self._client = httpx.Client(timeout=self.timeout_seconds)
+        starts = range(0, len(responses), self.batch_size)
+        # The other ranks wait meanwhile, under the limit of their collective.
+        with ThreadPoolExecutor(max_workers=REQUESTS_AT_ONCE) as pool:
+            return [score for scores in pool.map(ask, starts) for score in scores]
 
     def _ask(self, content: bytes) -> bytes:
         tries = tenacity.Retrying(
@@ -107,8 +115,7 @@ class RemoteReward:
             ) from error
 
     def _post(self, content: bytes) -> bytes:
-        if self._client is None:
-            self._client = httpx.Client(timeout=self.timeout_seconds)
+        assert self._client is not None
         deadline = time.monotonic() + self.timeout_seconds
         answer = b""
         headers = {"Content-Type": "application/json", **self.headers}

@@ -11,12 +11,12 @@ from mrlhf.errors import ConfigError
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import shutdown
 from mrlhf.rl import dpo_loss, nll_loss, sequence_logprobs
+from mrlhf.roles.language_model import learned_request
 from mrlhf.roles.model import LossFunction, RoleModel, TrainedModel, Update, in_label_frame
 from mrlhf.roles.reference import Reference
 from mrlhf.trainer import supervised
 from mrlhf.trainer.job import Job, join, load_model, read_architectures
 from mrlhf.trainer.preferences import PreferenceTrainer, pair_count, pair_plan, read_inputs
-from mrlhf.trainer.sft import learned_request
 from mrlhf.trainer.supervised import counts_metrics
 from mrlhf.types import Metric, RolloutBatch
 

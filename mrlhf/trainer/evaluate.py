@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed as dist
 
 from mrlhf.config_inference import EvalConfig
@@ -26,7 +28,7 @@ from mrlhf.trainer.rollouts import Scorer
 
 
 def run(config: EvalConfig) -> None:
-    """Write ``eval.json`` and ``eval_samples.jsonl`` into the output folder; every rank of the job calls this.
+    """Write ``eval.json`` and ``eval_samples.jsonl`` into the evaluation's folder; every rank of the job calls this.
 
     Raises:
         MrlhfError: anything the user can mend.
@@ -45,10 +47,11 @@ def run(config: EvalConfig) -> None:
     actor, reference = jobs.build_policy(job), jobs.build_reference(job)
     evaluation = build_evaluator(job, actor, reference, scorer, tokenizer, dataset).run()
     if dist.get_rank() == 0:
-        write_evaluation(evaluation, config.output_dir)
+        folder = Path(config.evaluation.output_dir or config.output_dir / "eval")
+        write_evaluation(evaluation, folder)
         print_samples(evaluation.rows[: config.evaluation.samples_shown])
         print(evaluation.summary())
-        print(f"{len(dataset)} prompts; see {config.output_dir / 'eval.json'} and eval_samples.jsonl beside it")
+        print(f"{len(dataset)} prompts; see {folder / 'eval.json'} and eval_samples.jsonl beside it")
     dist.barrier()
     shutdown()
 
@@ -73,6 +76,7 @@ def build_evaluator(
         micro_batch_tokens=config.inference.micro_batch_tokens,
         pad_to_multiple=job.pad_to_multiple,
         seed=config.seed,
+        semantics=config.semantics,
     )
     return Evaluator(
         actor,

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from mrlhf.data.prompts import Prompt, Sample
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.batches import gather_batch
-from mrlhf.rl import kl_estimate, masked_mean, masked_sum, response_masks
+from mrlhf.rl import Semantics, kl_estimate, masked_mean, masked_sum, response_masks
 from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import GenerationRequest
 from mrlhf.rollout.sampling import SamplingParams
-from mrlhf.trainer.rollouts import Scorer
+from mrlhf.trainer.rollouts import Scorer, counted_response
 from mrlhf.types import RolloutBatch
 
 EVALUATION_STEP = 2**31 - 1
@@ -39,6 +39,7 @@ class EvaluationSettings:
     micro_batch_tokens: int | None
     pad_to_multiple: int
     seed: int
+    semantics: Semantics = "standard"
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ class Evaluator:
     def run(self) -> Evaluation:
         """One evaluation; every rank of the job calls this and gets the same numbers."""
         if self._baseline is None:
-            self._baseline = self._answer(self.reference)
-        return compare(self._answer(self.actor), self._baseline, self.prompts, self.tokenizer)
+            self._baseline = self._answer(self.reference, with_logprobs=False)
+        ours = self._answer(self.actor, with_logprobs=True)
+        return compare(ours, self._baseline, self.prompts, self.tokenizer)
 
-    def _answer(self, policy: PolicyModel) -> RolloutBatch:
-        """Responses of ``policy`` with scores and the log-probs of both models, the rows of all ranks."""
+    def _answer(self, policy: PolicyModel, *, with_logprobs: bool) -> RolloutBatch:
+        """Responses of ``policy`` with scores, and log-probs of both models if asked; the rows of all ranks."""
         settings, samples = self.settings, self.samples
         requests = [GenerationRequest(s.sample_id, s.prompt.ids, settings.max_response_length) for s in samples]
         made = policy.engine(settings.slots).generate(
@@ -117,7 +119,7 @@ class Evaluator:
         )
         batch = RolloutBatch.from_sequences(
             [s.prompt.ids for s in samples],
-            [g.tokens for g in made],
+            [counted_response(g.tokens, settings.semantics, self.tokenizer.pad_id, self.stop_ids) for g in made],
             pad_id=self.tokenizer.pad_id,
             pad_to_multiple=settings.pad_to_multiple,
             sample_ids=[s.sample_id for s in samples],
@@ -129,12 +131,13 @@ class Evaluator:
         )
         batch = batch.replace(response_mask=response_mask, gae_mask=gae_mask)
         plan = make_plan(batch, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
-        temperature = settings.sampling.temperature
-        batch = batch.replace(
-            old_logprobs=self.actor.logprobs(batch, plan, temperature=temperature),
-            ref_logprobs=self.reference.logprobs(batch, plan, temperature=temperature),
-            scores=self.scorer.scores(batch, plan, samples),
-        )
+        batch = batch.replace(scores=self.scorer.scores(batch, plan, samples))
+        if with_logprobs:
+            temperature = settings.sampling.temperature
+            batch = batch.replace(
+                old_logprobs=self.actor.logprobs(batch, plan, temperature=temperature),
+                ref_logprobs=self.reference.logprobs(batch, plan, temperature=temperature),
+            )
         return gather_batch(batch, self.actor.groups.dp)
 
 
@@ -153,7 +156,7 @@ def compare(batch: RolloutBatch, baseline: RolloutBatch, prompts: Sequence[Promp
 
     Args:
         batch: the actor's responses, with scores and log-probs of both models.
-        baseline: the reference's, in the same order of samples.
+        baseline: the reference's with scores, in the same order of samples.
         prompts: by group id.
         tokenizer: for the text of the rows.
     """

@@ -37,9 +37,10 @@ def reward_functions(config: PPOConfig) -> list[tuple[ScoreSource, float]]:
 
 def check_fields(functions: Sequence[tuple[ScoreSource, float]], *datasets: PromptDataset) -> None:
     """Refuse functions that cannot take the other fields of the prompt files. Raises `ConfigError`."""
-    fields = {key for dataset in datasets for prompt in dataset.prompts for key in prompt.meta}
-    for function, _ in functions:
-        function.check_fields(fields)
+    for dataset in datasets:
+        fields = {key for prompt in dataset.prompts for key in prompt.meta}
+        for function, _ in functions:
+            function.check_fields(fields)
 
 
 def check_vocabulary(config: PPOConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -95,7 +96,14 @@ def _read(
     config: PPOConfig, path: str, tokenizer: Tokenizer, models: Iterable[ModelConfig], response_length: int
 ) -> PromptDataset:
     data = config.data
-    room = min(model.max_position_embeddings for model in models) - response_length
+    longest = min(model.max_position_embeddings for model in models)
+    room = longest - response_length
+    if room < (data.max_prompt_length or 1):
+        raise ConfigError(
+            f"responses of {response_length} tokens to prompts of {data.max_prompt_length or 1} and more in {path} are "
+            f"over the models' length of {longest}; lower rollout.max_response_length, evaluation.max_response_length "
+            "or data.max_prompt_length"
+        )
     return load_prompts(
         path,
         tokenizer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class AdaptiveKL:
     """Steers ``kl_coef`` so that the KL of whole responses comes near a target (Ziegler et al. 2019, section 2.2).
@@ -20,6 +22,8 @@ class AdaptiveKL:
 
     def update(self, kl: float, rows: int) -> None:
         """Take one rollout into account: its mean ``kl``, and its number of responses over all ranks."""
+        if not math.isfinite(kl):
+            return  # of a rollout whose step is skipped too; a factor of NaN would stay for ever
         error = min(max(kl / self.target - 1.0, -self.ERROR_LIMIT), self.ERROR_LIMIT)
         self.kl_coef *= 1.0 + error * rows / self.horizon
 

@@ -163,7 +163,8 @@ class PPOTrainer:
         if rank == 0:
             writers = open_output(config, config.trainer, EXPORTS)
             (config.output_dir / "samples.jsonl").write_text("")
-            (config.output_dir / "eval_samples.jsonl").unlink(missing_ok=True)
+            for name in ("eval_samples.jsonl", "eval.json"):
+                (config.output_dir / name).unlink(missing_ok=True)
         with open_display(config.trainer.progress, config.trainer.iterations, rank=rank) as display:
             self._announce(display)
             scores = []
@@ -211,7 +212,7 @@ class PPOTrainer:
         metrics |= {"kl_coef": shaping.kl_coef, "score_clip_fraction": score_clip_fraction(batch, shaping)}
         if self.config.ppo.target_approx_kl is not None:
             metrics["early_stopped"] = float(not warming_up and any(step.actor is None for step in steps))
-        if self.kl_control is not None:
+        if self.kl_control is not None and not warming_up:
             self.kl_control.update(metrics["kl_sequence"], batch.size)
         return metrics | self._advance_rates(warming_up)
 
@@ -299,8 +300,7 @@ class PPOTrainer:
         if dist.get_rank() == 0:
             write_evaluation(evaluation, self.config.output_dir, iteration=iteration)
             display.message(f"held out, after iteration {done}: {evaluation.summary()}")
-            for row in evaluation.rows[: self.config.evaluation.samples_shown]:
-                display.message(_comparison(row))
+            display.samples(evaluation.rows[: self.config.evaluation.samples_shown])
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
 
     def _announce(self, display: Display) -> None:
@@ -328,9 +328,3 @@ class PPOTrainer:
 def _one_line(row: dict[str, Any], limit: int = 60) -> str:
     prompt, response = (" ".join(str(row[key]).split()) for key in ("prompt", "response"))
     return f"  [{row['score']:+.3f}] {prompt[-limit:]!r} -> {response[:limit]!r}"
-
-
-def _comparison(row: dict[str, Any], limit: int = 40) -> str:
-    texts = {key: " ".join(str(row[key]).split()) for key in ("prompt", "reference_response", "response")}
-    before = f"[{row['reference_score']:+.3f}] {texts['reference_response'][:limit]!r}"
-    return f"  {texts['prompt'][-limit:]!r}: {before} -> [{row['score']:+.3f}] {texts['response'][:limit]!r}"

@@ -72,6 +72,7 @@ def read_inputs(config: PreferenceConfig, models: dict[str, ModelConfig]) -> Inp
     for model in models.values():
         supervised.check_tokenizer(tokenizer, model.vocab_size)
     check_same_vocabulary(config.model_folders())
+    supervised.check_tokens_of_start(config)
     longest = min(supervised.example_length(config, model) for model in models.values())
     train = read_pairs(config, config.data.train, tokenizer, longest)
     validation: Pairs | None = None

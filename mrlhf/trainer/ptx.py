@@ -8,9 +8,9 @@ from mrlhf.data.sft import SFTExample, sft_batch
 from mrlhf.data.stream import ExampleStream
 from mrlhf.parallel.layout import data_parallel_slice
 from mrlhf.roles.actor import Actor
+from mrlhf.roles.language_model import learned_request, nll_loss
 from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.model import LossFunction, Update
-from mrlhf.trainer.sft import learned_request, nll_loss
 from mrlhf.types import Metric, RolloutBatch
 
 

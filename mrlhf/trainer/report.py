@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,11 +14,8 @@ from mrlhf.megatron.optimizer import peak_memory_bytes
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.progress import Display
 from mrlhf.rl import kl_estimate, masked_mean, masked_moments, masked_sum
+from mrlhf.trainer.updates import Step
 from mrlhf.types import Metric, RolloutBatch
-
-if TYPE_CHECKING:
-    # The updates take part of the supervised training, whose loop reports with this module.
-    from mrlhf.trainer.updates import Step
 
 SAMPLES = 8
 

@@ -76,7 +76,7 @@ class Sampler:
         """
         requests = [GenerationRequest(s.sample_id, s.prompt.ids, self.max_response_length) for s in samples]
         made = self.engine.generate(requests, self.sampling, stop_ids=self.stop_ids, seed=self.seed, step=iteration)
-        responses = [self._response(g.tokens) for g in made]
+        responses = [counted_response(g.tokens, self.semantics, self.pad_id, self.stop_ids) for g in made]
         batch = RolloutBatch.from_sequences(
             [s.prompt.ids for s in samples],
             responses,
@@ -100,14 +100,18 @@ class Sampler:
         self._previous = rollout
         return rollout
 
-    def _response(self, tokens: list[int]) -> list[int]:
-        """DeepSpeed-Chat counts the tokens before the first pad: an end id that is the pad id is outside."""
-        if self.semantics == "deepspeed_chat" and tokens[-1] == self.pad_id and self.pad_id in self.stop_ids:
-            return tokens[:-1]
-        return tokens
-
     def _over_ranks(self, *values: int) -> list[int]:
         return [max(column) for column in zip(*all_gather_objects(values, self.dp_group), strict=True)]
+
+
+def counted_response(tokens: list[int], semantics: Semantics, pad_id: int, stop_ids: Sequence[int]) -> list[int]:
+    """What counts of a generated response.
+
+    DeepSpeed-Chat counts the tokens before the first pad: an end id that is the pad id is outside.
+    """
+    if semantics == "deepspeed_chat" and tokens[-1] == pad_id and pad_id in stop_ids:
+        return tokens[:-1]
+    return tokens
 
 
 class Scorer:
@@ -162,7 +166,10 @@ class Scorer:
             responses = [self.tokenizer.decode(batch.response(row)) for row in range(batch.size)]
             keys = sorted({key for s in samples for key in s.prompt.meta})
             meta = {key: [s.prompt.meta.get(key) for s in samples] for key in keys}
-            scores[0] = [function.scores(prompts, responses, meta) for function, _ in self.functions]
+            # A rank without rows (few held-out prompts, many replicas) has no fields either, and nothing to ask.
+            scores[0] = [
+                function.scores(prompts, responses, meta) if responses else [] for function, _ in self.functions
+            ]
         dist.broadcast_object_list(scores, src=dist.get_process_group_ranks(self.replica_group)[0],
                                    group=self.replica_group)  # fmt: skip
         result: list[list[float]] = scores[0]

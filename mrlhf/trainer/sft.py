@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.hf import read_head
@@ -13,10 +12,9 @@ from mrlhf.data.sft import SFTExample, load_sft, sft_batch
 from mrlhf.data.stream import ExampleSet, split_examples
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.megatron.model import LogprobRequest
 from mrlhf.parallel.launch import shutdown
-from mrlhf.rl.masked import masked_sum
-from mrlhf.roles.model import TrainedModel, Update, in_label_frame, label_targets, pad_frame
+from mrlhf.roles.language_model import learned_nll, learned_request, nll_loss
+from mrlhf.roles.model import TrainedModel, Update
 from mrlhf.trainer import supervised
 from mrlhf.trainer.job import join
 from mrlhf.trainer.supervised import SupervisedTrainer, counts_metrics, micro_batch_plan
@@ -52,12 +50,16 @@ def build_trainer(config: SFTConfig) -> SupervisedTrainer[SFTExample]:
     supervised.check_supervised_output(config)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     supervised.check_tokenizer(tokenizer, model.vocab_size)
+    supervised.check_tokens_of_start(config)
     longest = supervised.example_length(config, model)
     train = read_examples(config, config.data.train, tokenizer, longest)
     if config.data.validation:
         validation: ExampleSet[SFTExample] | None = read_examples(config, config.data.validation, tokenizer, longest)
     elif config.data.validation_fraction:
-        train, validation = split_examples(train, config.data.validation_fraction, seed=config.seed)
+        # Examples with the same context stay together, so that no held-out prompt was trained on.
+        train, validation = split_examples(
+            train, config.data.validation_fraction, seed=config.seed, key=lambda example: example.context
+        )
     else:
         validation = None
     steps = supervised.total_steps(config, len(train.examples))
@@ -135,22 +137,4 @@ class SFTObjective:
         logprobs = self.model.per_token(batch, plan, learned_request, packed=self.config.train.packing)
         if not counts_metrics(self.model):
             return {}
-        return _nll(logprobs, batch)[1]
-
-
-def learned_request(batch: RolloutBatch) -> LogprobRequest:
-    """Asks the head for the log-probs of the learned tokens of a micro-batch."""
-    assert batch.response_mask is not None
-    return LogprobRequest(targets=label_targets(batch), wanted=pad_frame(batch.response_mask))
-
-
-def nll_loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """``-log p`` summed over the learned tokens of a micro-batch; ``output`` is ``[b, S]`` fp32."""
-    return _nll(in_label_frame(output), batch)
-
-
-def _nll(logprobs: torch.Tensor, batch: RolloutBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
-    assert batch.response_mask is not None
-    loss = -masked_sum(logprobs, batch.response_mask)
-    count = batch.response_mask.sum()
-    return loss, {"loss": Metric("mean", loss.detach().double(), count.double())}
+        return learned_nll(logprobs, batch)[1]

@@ -14,6 +14,7 @@ from mrlhf.checkpoint.hf_config import read_model_config
 from mrlhf.config_supervised import SupervisedConfig
 from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.data.vocabulary import check_same_vocabulary
 from mrlhf.errors import ConfigError, MrlhfError, join_problems
 from mrlhf.megatron.model import Head
 from mrlhf.megatron.optimizer import peak_memory_bytes
@@ -133,6 +134,19 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary is "
             f"{vocab_size}; use the tokenizer of the model"
         )
+
+
+def check_tokens_of_start(config: SupervisedConfig) -> None:
+    """Refuse a tokenizer that means other text by the ids that the start model has learned.
+
+    One id in twenty may differ: fine-tuning often gives reserved tokens new names.
+
+    Raises:
+        ConfigError: naming the first id that differs.
+    """
+    if config.model.init == "loaded":
+        folders = {"tokenizer.path": config.tokenizer_path, **config.model_folders()}
+        check_same_vocabulary(folders, tolerated_share=0.05)
 
 
 def total_steps(config: SupervisedConfig, examples: int) -> int:
@@ -347,7 +361,7 @@ class SupervisedTrainer(Generic[E]):
             self.bad_steps = 0
             return
         self.bad_steps += 1
-        if self.model.trainable.scale_exhausted:
+        if update.scale_exhausted:
             raise MrlhfError(
                 f"the gradient overflows fp16 in step {step} even with the lowest loss scale; use precision.dtype=bf16 "
                 "or fp32, or lower optimizer.lr"

@@ -18,7 +18,7 @@ from mrlhf.rl import Aggregation, Semantics, ds_group_row_weights, sequence_row_
 from mrlhf.roles.actor import Actor, PolicyLossSettings
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import make_plan
-from mrlhf.roles.model import Gradients, TrainedModel, Update
+from mrlhf.roles.model import Gradients, Update
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.ptx import PTX
 from mrlhf.types import Metric, RolloutBatch
@@ -231,12 +231,12 @@ class Updater:
         self.bad_steps += 1
         norms = ", ".join(f"{name} {u.grad_norm}" for name, u in step._asdict().items() if u is not None)
         norms = f"gradient norms in iteration {iteration}: {norms}"
-        models: list[TrainedModel] = [self.actor, *([self.critic] if self.critic is not None else [])]
-        for model in models:
-            if model.trainable.scale_exhausted:
+        for name, update in step._asdict().items():
+            if update is not None and update.scale_exhausted:
+                role = "critic" if name == "critic" else "actor"
                 raise MrlhfError(
-                    f"the {model.name}'s gradient overflows fp16 even with a loss scale of {MIN_LOSS_SCALE}; {norms}; "
-                    f"use precision.dtype=bf16 or fp32, or lower optimizer.{model.name}.lr"
+                    f"the {role}'s gradient overflows fp16 even with a loss scale of {MIN_LOSS_SCALE}; {norms}; "
+                    f"use precision.dtype=bf16 or fp32, or lower optimizer.{role}.lr"
                 )
         if self.bad_steps > self.settings.max_bad_steps:
             raise MrlhfError(

@@ -70,7 +70,7 @@ def test_hand_numbers() -> None:
 def _evaluate(inputs: Path, output: Path, overrides: list[str]) -> dict[str, float]:
     from mrlhf.trainer.ppo import build_trainer
 
-    trainer = build_trainer(make_config(inputs, output, *overrides, *EVALUATION))
+    trainer = build_trainer(make_config(inputs, output, *EVALUATION, *overrides))
     assert trainer.evaluator is not None
     before = trainer.evaluator.run()
     trainer.train()
@@ -111,3 +111,22 @@ def test_the_layout_changes_nothing(tmp_path_factory: pytest.TempPathFactory, wo
     texts = [read_lines(folder / name / "eval_samples.jsonl") for name in ("plain", "-".join(layout or ["dp"]))]
     assert len(texts[0]) == 2 * 5 * 2
     assert [row["response"] for row in texts[0]] == [row["response"] for row in texts[1]]
+
+
+def test_fewer_prompts_than_replicas_and_fields_that_a_line_lacks(tmp_path: Path) -> None:
+    """One replica has no held-out prompt, and the one that is there lacks the field that the reward function needs."""
+    inputs = make_inputs(tmp_path / "inputs")
+    (inputs / "held_out.jsonl").write_text('{"prompt": "without"}\n{"prompt": "with", "bonus": 1.0}\n')
+    overrides = [
+        *("ppo.minibatch_size=6", "ppo.micro_batch_size=2", "rollout.prompts_per_iteration=6"),
+        *(f"evaluation.prompts={inputs / 'held_out.jsonl'}", "evaluation.max_prompts=1", "ppo.epochs=1"),
+        "reward.sources=[{kind: function, target: 'tests.distributed.test_evaluation:needs_bonus'}]",
+    ]
+    results = run_ranks(_evaluate, 3, inputs, tmp_path / "out", overrides)
+    assert [metrics["prompts"] for metrics in results] == [1, 1, 1]
+    assert len({metrics["score_mean"] for metrics in results}) == 1
+
+
+def needs_bonus(prompts: list[str], responses: list[str], bonus: list[float | None]) -> list[float]:
+    """The field is there for every prompt of a file in which any line has it."""
+    return [len(response) + (b or 0.0) for response, b in zip(responses, bonus, strict=True)]

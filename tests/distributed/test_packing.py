@@ -43,8 +43,8 @@ def measure(path: Path, layout: Layout, dtype: torch.dtype = torch.float32) -> d
     """Log-probs, loss, norm and this rank's gradients, padded and packed; the value head's numbers too."""
     from mrlhf.megatron import device
     from mrlhf.megatron.optimizer import AdamSettings, Trainable
+    from mrlhf.roles.language_model import learned_request, nll_loss
     from mrlhf.roles.model import RoleModel, TrainedModel
-    from mrlhf.trainer.sft import learned_request, nll_loss
 
     config, groups, chunks = build(path, layout.sizes, dtype=dtype)
     model = TrainedModel("model", config, Trainable(chunks, groups, AdamSettings(lr=1e-3)), groups)

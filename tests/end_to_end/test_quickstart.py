@@ -18,9 +18,8 @@ from tests.tiny_run import read_lines
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_the_three_steps_learn(tmp_path: Path, seed: int) -> None:
     environment = {**os.environ, "SEED": str(seed), "RUN_DIR": str(tmp_path), "PYTHON": sys.executable}
-    # Half of the quickstart's iterations are enough.
     done = subprocess.run(
-        ["bash", "examples/quickstart.sh", "trainer.iterations=10", "trainer.progress=plain"],
+        ["bash", "examples/quickstart.sh", "trainer.progress=plain"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -34,7 +33,7 @@ def test_the_three_steps_learn(tmp_path: Path, seed: int) -> None:
     assert after["difference"] > 2 * after["difference_stderr"], after
     assert after["win_rate"] > 0.6
     # A policy that answers friendly only is log 2 = 0.69 away; far more would be a policy that games the reward.
-    assert 0.05 < after["kl_sequence"] < 6
+    assert 0.05 < after["kl_sequence"] < 4
     # The training's own last evaluation is the same measurement of the same model.
     last = read_lines(tmp_path / "ppo" / "metrics.jsonl")[-1]
     assert last["eval/score_mean"] == pytest.approx(after["score_mean"], rel=1e-4, abs=1e-4)

@@ -26,3 +26,10 @@ def test_it_goes_on_from_its_state() -> None:
     for control in (first, second):
         control.update(3.0, 100)
     assert first.kl_coef == second.kl_coef == pytest.approx(0.2 * 1.02 * 0.98, rel=1e-12)
+
+
+def test_a_kl_that_is_not_finite_changes_nothing() -> None:
+    control = AdaptiveKL(0.1, target=1.0, horizon=100)
+    for kl in (float("nan"), float("inf")):
+        control.update(kl, 50)
+    assert control.kl_coef == 0.1
