@@ -1,0 +1,106 @@
+"""Stopping between two iterations when someone asks for it: a signal, a file, or the time that is left.
+
+A run that stops so saves first, exits with `mrlhf.parallel.launch.STOPPED` (75) and goes on when started again.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from mrlhf.parallel.collectives import group_device
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send some time before they kill a job; Slurm's ``--signal`` names one and the time."""
+STOP_FILE = "stop"
+_TIME, _FILE, _USR1, _TERM = 1, 2, 3, 4
+
+
+class StopRequest:
+    """Notices requests to stop, and makes all ranks come to the same answer.
+
+    As a context manager it takes over SIGTERM and SIGUSR1: the first one is a request, the next one does what it did
+    before (it ends the process), so that whoever cannot wait need not.
+    """
+
+    def __init__(
+        self, folder: Path, *, time_limit_minutes: float | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Nothing is installed yet.
+
+        Args:
+            folder: of the run, for the file ``stop``; rank 0 looks for it.
+            time_limit_minutes: of this process, counted from its start; None: no limit.
+            group: of all ranks; by default the world.
+        """
+        self.stop_file = folder / STOP_FILE
+        self.limit = None if time_limit_minutes is None else 60.0 * time_limit_minutes
+        self.group = group
+        self._signal = 0
+        self._before: dict[int, Any] = {}
+        self._iteration = self._save = 0.0
+
+    def __enter__(self) -> StopRequest:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def saved(self, seconds: float) -> None:
+        """Say how long a save took; the longest one must still fit into the time limit."""
+        self._save = max(self._save, seconds)
+
+    def check(self, seconds: float) -> str | None:
+        """Why to stop now, the same on every rank; None to go on. Every rank calls this once after each iteration.
+
+        Args:
+            seconds: that the iteration took, with everything that belongs to one (evaluation, a save).
+
+        Returns:
+            The reason, for a message. A stop file has been removed then.
+        """
+        self._iteration = max(self._iteration, seconds)
+        found = max(self._signal, self._of_file(), self._of_time())
+        answer = torch.tensor(found, dtype=torch.int64, device=group_device(self.group))
+        dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group)
+        reason = int(answer)
+        if reason and dist.get_rank() == 0:
+            # It was honoured, or something else was: the next start must not stop at once.
+            self.stop_file.unlink(missing_ok=True)
+        if reason == _TIME:
+            assert self.limit is not None
+            return f"the next iteration might not end within trainer.time_limit, {self.limit / 60:g} minutes"
+        return {_FILE: f"{self.stop_file} was there", _USR1: "SIGUSR1", _TERM: "SIGTERM"}.get(reason)
+
+    def _of_file(self) -> int:
+        return _FILE if dist.get_rank() == 0 and self.stop_file.exists() else 0
+
+    def _of_time(self) -> int:
+        if self.limit is None:
+            return 0
+        # Before the first save nobody knows how long one takes.
+        needed = self._iteration + (self._save or self._iteration)
+        return _TIME if process_seconds() + needed > self.limit else 0
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._signal = max(self._signal, _TERM if number == signal.SIGTERM else _USR1)
+        # SIGTERM after SIGUSR1 is a scheduler that means it, but it may leave as much time as the first one did.
+        signal.signal(number, self._before[number])
+
+
+def process_seconds() -> float:
+    """Seconds since this process started, imports and the loading of models included."""
+    return time.time() - psutil.Process().create_time()

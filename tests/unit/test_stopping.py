@@ -1,0 +1,82 @@
+"""Requests to stop: every kind of them, and two ranks that come to the same answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mrlhf.trainer.stopping import StopRequest, process_seconds
+from tests.ranks import run_ranks
+
+
+def _signalled(folder: str, number: int, rank: int) -> list[str | None]:
+    before = signal.getsignal(number)
+    with StopRequest(Path(folder)) as stop:
+        answers = [stop.check(0.0)]
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), number)
+        answers += [stop.check(0.0), stop.check(0.0)]
+        if dist.get_rank() == rank:
+            assert signal.getsignal(number) == before, "a second one does what it always did"
+    assert signal.getsignal(number) == before
+    return answers
+
+
+def _answers(folder: str) -> dict[str, Any]:
+    path = Path(folder)
+    results: dict[str, Any] = {
+        "usr1": _signalled(folder, signal.SIGUSR1, 1),
+        "term": _signalled(folder, signal.SIGTERM, 0),
+    }
+    stop = StopRequest(path)
+    before = stop.check(0.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (path / "stop").touch()
+    dist.barrier()
+    results["file"] = [before, stop.check(0.0)]
+    dist.barrier()
+    results["file_left"] = (path / "stop").exists()
+    results["file_again"] = stop.check(0.0)
+    results["time"] = _times(path)
+    return results
+
+
+def _times(folder: Path) -> dict[str, bool]:
+    """Whether a run with 100 s left stops, after iterations and saves that took so long; rank 1 is the slower one."""
+    outcomes = {}
+    cases = {"plenty": (20.0, 20.0), "iteration": (85.0, 20.0), "save": (20.0, 85.0), "unknown_save": (55.0, 0.0)}
+    for name, (iteration, save) in cases.items():
+        slow = float(dist.get_rank())
+        stop = StopRequest(folder, time_limit_minutes=(process_seconds() + 100.0) / 60)
+        stop.saved(save * slow)
+        outcomes[name] = stop.check(iteration * slow) is not None
+    far = StopRequest(folder, time_limit_minutes=(process_seconds() + 100.0) / 60)
+    far.check(90.0 * dist.get_rank())
+    outcomes["longest_counts"] = far.check(1.0) is not None
+    return outcomes
+
+
+def test_two_ranks_stop_together(tmp_path: Path) -> None:
+    first, second = run_ranks(_answers, 2, str(tmp_path))
+    assert first == second
+    assert first["usr1"] == [None, "SIGUSR1", "SIGUSR1"]
+    assert first["term"] == [None, "SIGTERM", "SIGTERM"]
+    assert first["file"] == [None, f"{tmp_path / 'stop'} was there"]
+    assert not first["file_left"]
+    assert first["file_again"] is None
+    assert first["time"] == {
+        "plenty": False,
+        "iteration": True,
+        "save": True,
+        "unknown_save": True,
+        "longest_counts": True,
+    }
+
+
+def test_the_time_of_a_process_begins_with_it() -> None:
+    assert 0 < process_seconds() < 24 * 3600
