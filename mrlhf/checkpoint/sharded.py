@@ -106,17 +106,24 @@ def load_sharded_weights(
     problems += [f"not used: {key}" for key in sorted(missing) if "_extra_state" not in key]
     if problems:
         raise CheckpointError(f"{folder}: the tensors do not match the model: " + "; ".join(problems[:20]))
-    for chunk, part in zip(chunks, wanted, strict=True):
-        result = unwrap(chunk).load_state_dict(loaded[part], strict=False)
+    fill_weights(chunks, {part: loaded[part] for part in wanted}, folder, with_head=with_head)
+    zero_padding(chunks, groups, vocab_size)
+
+
+def fill_weights(chunks: Sequence[Any], loaded: dict[str, Any], folder: str | Path, *, with_head: bool = True) -> None:
+    """Copy what was loaded for `sharded_weights` into the stages. Raises `CheckpointError` for another set of names."""
+    for chunk, state in zip(chunks, loaded.values(), strict=True):
+        result = unwrap(chunk).load_state_dict(state, strict=False)
         absent = [key for key in result.missing_keys if not key.endswith("_extra_state")]
         if not with_head:
             absent = [key for key in absent if not key.startswith(_OUTPUT_LAYER)]
         if absent or result.unexpected_keys:
             raise CheckpointError(f"{folder}: not loaded: {absent}; unknown: {result.unexpected_keys}")
-    _zero_padding(chunks, groups, vocab_size)
 
 
-def _zero_padding(chunks: Sequence[Any], groups: ProcessGroupCollection, vocab_size: int) -> None:
+@torch.no_grad()
+def zero_padding(chunks: Sequence[Any], groups: ProcessGroupCollection, vocab_size: int) -> None:
+    """Set the embedding's and the output layer's rows beyond ``vocab_size`` to 0."""
     for name, param in all_parameters(chunks).items():
         if name == EMBEDDING or (name == OUTPUT_WEIGHT and param.shape[0] > 1):
             first = groups.tp.rank() * param.shape[0]
