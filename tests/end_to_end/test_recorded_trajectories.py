@@ -48,8 +48,17 @@ def _replay(folder: Path, overrides: list[str]) -> dict[str, tuple[float, float,
     return {name: (row.deviation, row.tolerance, row.count) for name, row in report.rows.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["standard_trajectory", "ds_chat_trajectory"])
+# One layout of each kind for both recordings; the rest for one of them, or with the slow tests.
+QUICK = ("tp1", "tp2", "pp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-distributed", "tp2-pp2-vpp2")
+LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed")
+CASES = [
+    pytest.param(name, layout, marks=[] if layout in quick else pytest.mark.slow)
+    for name, quick in (("standard_trajectory", LAYOUTS.keys() - LONGER), ("ds_chat_trajectory", QUICK))
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_every_recorded_number(run_ranks: Any, name: str, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     for rows in run_ranks(_replay, world, DATA / name, overrides):
