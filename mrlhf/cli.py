@@ -327,13 +327,14 @@ def main() -> None:
 def _train(schema: type[C], module: str, config: str, overrides: list[str] | None, print_config: bool) -> None:
     """Read the configuration and call ``module.run`` with it; ``module`` is imported only once the files are there."""
 
-    def work() -> None:
+    def work() -> int | None:
         loaded = _load(config, overrides, schema)
         if print_config:
             _print_on_first_rank(to_yaml(loaded))
-            return
+            return None
         check_files(loaded)
-        importlib.import_module(module).run(loaded)
+        status: int | None = importlib.import_module(module).run(loaded)
+        return status
 
     _guarded(work)
 

@@ -126,6 +126,10 @@ class OutputConfig(Section):
     export_interval: NaturalInt = Field(
         0, description="iterations between exports to actor-000100, critic-000100, ...; 0: only at the end"
     )
+    time_limit: PositiveFloat | None = Field(
+        None,
+        description="minutes from the start of the process in which to save and stop (exit status 75); null: none",
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events beside metrics.jsonl")
     wandb: bool = Field(False, description="log to Weights & Biases, where installed")
     progress: Literal["auto", "rich", "plain", "off"] = Field(

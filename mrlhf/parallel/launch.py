@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +39,8 @@ _PEER_GONE = re.compile(
 )
 _COMMUNICATION = re.compile(r"gloo|nccl|tcpstore|socket|pair\.cc", re.IGNORECASE)
 PEER_GRACE_SECONDS = 5.0
+STOPPED = 75
+"""Exit status of a run that stopped early, saved, and goes on when started again: EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,16 @@ def run_guarded(main: Callable[[], Result], env: LaunchEnv, grace: float = PEER_
     return result
 
 
+def stopped_status(environ: Mapping[str, str]) -> int:
+    """Exit status of a run that was asked to stop: `STOPPED`, or 0 where another status would undo the request.
+
+    torchrun starts ranks again that end with anything but 0, as long as ``--max-restarts`` allows; and what it exits
+    with itself is 0 or 1.
+    """
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return 0 if restarts[0] > restarts[1] else STOPPED
+
+
 def is_peer_failure(error: BaseException) -> bool:
     """Whether the error only says that another rank has gone, so that the cause is printed elsewhere."""
     # RuntimeError only: a reward function that cannot reach its own server raises an OSError.
@@ -219,7 +232,11 @@ def _end_job(status: int, text: str) -> NoReturn:
     if job and step and "TORCHELASTIC_RUN_ID" not in os.environ:
         # srun leaves the other tasks running unless started with --kill-on-bad-exit.
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            # This process ends with its own status, and the others in training take SIGTERM for a request to stop.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             subprocess.run(["scancel", "--signal=TERM", f"{job}.{step}"], timeout=10, check=False)
+            later = f"sleep {PEER_GRACE_SECONDS:g}; scancel --signal=KILL {job}.{step}"
+            subprocess.Popen(["sh", "-c", later], start_new_session=True)
     os._exit(status)
 
 

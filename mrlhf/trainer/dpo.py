@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from mrlhf.checkpoint.hf import read_head
 from mrlhf.config_preferences import DPOConfig, DPOLossConfig
 from mrlhf.errors import ConfigError
 from mrlhf.model_config import ModelConfig
-from mrlhf.parallel.launch import shutdown
 from mrlhf.rl import dpo_loss, nll_loss, sequence_logprobs
 from mrlhf.roles.language_model import learned_request
 from mrlhf.roles.model import LossFunction, RoleModel, TrainedModel, Update, in_label_frame
@@ -17,24 +15,23 @@ from mrlhf.roles.reference import Reference
 from mrlhf.trainer import supervised
 from mrlhf.trainer.job import Job, join, load_model, read_architectures
 from mrlhf.trainer.preferences import PreferenceTrainer, pair_count, pair_plan, read_inputs
+from mrlhf.trainer.stopping import run_to_end
 from mrlhf.trainer.supervised import counts_metrics
 from mrlhf.types import Metric, RolloutBatch
 
 REFERENCE = "reference"
 
 
-def run(config: DPOConfig) -> None:
+def run(config: DPOConfig) -> int:
     """Train as configured, export, and leave the process group; every rank of the job calls this.
+
+    Returns:
+        The exit status: 0, or that of a run that was asked to stop early.
 
     Raises:
         MrlhfError: anything the user can mend: configuration, data, checkpoints.
     """
-    trainer = build_trainer(config)
-    trainer.train()
-    if config.trainer.export:
-        trainer.export()
-    dist.barrier()
-    shutdown()
+    return run_to_end(build_trainer(config), export=config.trainer.export)
 
 
 def build_trainer(config: DPOConfig) -> PreferenceTrainer:

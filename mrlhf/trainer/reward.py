@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from mrlhf.checkpoint.hf import read_head
 from mrlhf.config_preferences import RewardLossConfig, RewardTrainingConfig
 from mrlhf.errors import ConfigError
 from mrlhf.megatron.attention import padded_causal_mask
-from mrlhf.parallel.launch import shutdown
 from mrlhf.rl import LossTerms, diverging_pairwise_loss, lengths_before_padding, pairwise_loss
 from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
 from mrlhf.trainer import supervised
 from mrlhf.trainer.job import join
 from mrlhf.trainer.preferences import Inputs, PreferenceTrainer, pair_count, pair_plan, read_inputs
+from mrlhf.trainer.stopping import run_to_end
 from mrlhf.trainer.supervised import counts_metrics
 from mrlhf.types import Metric, RolloutBatch, gather_rows
 
 
-def run(config: RewardTrainingConfig) -> None:
+def run(config: RewardTrainingConfig) -> int:
     """Train as configured, export, and leave the process group; every rank of the job calls this.
+
+    Returns:
+        The exit status: 0, or that of a run that was asked to stop early.
 
     Raises:
         MrlhfError: anything the user can mend: configuration, data, checkpoints.
     """
-    trainer = build_trainer(config)
-    trainer.train()
-    if config.trainer.export:
-        trainer.export()
-    dist.barrier()
-    shutdown()
+    return run_to_end(build_trainer(config), export=config.trainer.export)
 
 
 def build_trainer(config: RewardTrainingConfig) -> PreferenceTrainer:

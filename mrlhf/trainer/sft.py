@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import math
 
-import torch.distributed as dist
-
 from mrlhf.checkpoint.hf import read_head
 from mrlhf.config_supervised import SFTConfig, SupervisedConfig
 from mrlhf.data.sft import SFTExample, load_sft, sft_batch
 from mrlhf.data.stream import ExampleSet, split_examples
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.parallel.launch import shutdown
 from mrlhf.roles.language_model import learned_nll, learned_request, nll_loss
 from mrlhf.roles.model import TrainedModel, Update
 from mrlhf.trainer import supervised
 from mrlhf.trainer.job import join
+from mrlhf.trainer.stopping import run_to_end
 from mrlhf.trainer.supervised import SupervisedTrainer, counts_metrics, micro_batch_plan
 from mrlhf.types import Metric, RolloutBatch
 
 
-def run(config: SFTConfig) -> None:
+def run(config: SFTConfig) -> int:
     """Train as configured, export, and leave the process group; every rank of the job calls this.
+
+    Returns:
+        The exit status: 0, or that of a run that was asked to stop early.
 
     Raises:
         MrlhfError: anything the user can mend: configuration, data, checkpoints.
     """
-    trainer = build_trainer(config)
-    trainer.train()
-    if config.trainer.export:
-        trainer.export()
-    dist.barrier()
-    shutdown()
+    return run_to_end(build_trainer(config), export=config.trainer.export)
 
 
 def build_trainer(config: SFTConfig) -> SupervisedTrainer[SFTExample]:

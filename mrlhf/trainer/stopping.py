@@ -5,17 +5,19 @@ A run that stops so saves first, exits with `mrlhf.parallel.launch.STOPPED` (75)
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from mrlhf.parallel.collectives import group_device
+from mrlhf.parallel.launch import shutdown, stopped_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send some time before they kill a job; Slurm's ``--signal`` names one and the time."""
@@ -99,6 +101,32 @@ class StopRequest:
         self._signal = max(self._signal, _TERM if number == signal.SIGTERM else _USR1)
         # SIGTERM after SIGUSR1 is a scheduler that means it, but it may leave as much time as the first one did.
         signal.signal(number, self._before[number])
+
+
+class Stoppable(Protocol):
+    """A trainer whose loop looks at a `StopRequest`.
+
+    Attributes:
+        stopped: the reason for which `train` ended early and saved, else None.
+    """
+
+    stopped: str | None
+
+    def train(self) -> None:
+        """All iterations, or those up to a request to stop."""
+
+    def export(self) -> None:
+        """Write the trained models."""
+
+
+def run_to_end(trainer: Stoppable, *, export: bool) -> int:
+    """Train, export unless stopped early, and leave the process group; returns the exit status of this process."""
+    trainer.train()
+    if export and trainer.stopped is None:
+        trainer.export()
+    dist.barrier()
+    shutdown()
+    return stopped_status(os.environ) if trainer.stopped is not None else 0
 
 
 def process_seconds() -> float:

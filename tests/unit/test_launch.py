@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrlhf.errors import ConfigError
-from mrlhf.parallel.launch import LaunchEnv, detect_launch, first_slurm_host, is_peer_failure, resolve_address
+from mrlhf.parallel.launch import (
+    LaunchEnv,
+    detect_launch,
+    first_slurm_host,
+    is_peer_failure,
+    resolve_address,
+    stopped_status,
+)
 from mrlhf.parallel.layout import Coordinates, RankGrid, data_parallel_slice
 from mrlhf.planner import ParallelSizes
 
@@ -291,3 +298,11 @@ def test_mpirun_starts_ranks_that_find_each_other_and_fail_together(job: Path) -
     assert done.returncode != 0
     assert "[rank 1] ValueError: the real cause" in done.stderr
     assert "[rank 0]" not in done.stderr
+
+
+def test_status_of_a_run_that_was_asked_to_stop() -> None:
+    assert stopped_status({}) == 75
+    assert stopped_status({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0"}) == 75
+    assert stopped_status({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "3"}) == 75
+    # torchrun would start it again at once.
+    assert stopped_status({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1"}) == 0
