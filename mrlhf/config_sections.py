@@ -126,6 +126,15 @@ class OutputConfig(Section):
     export_interval: NaturalInt = Field(
         0, description="iterations between exports to actor-000100, critic-000100, ...; 0: only at the end"
     )
+    resume: str = Field(
+        "never",
+        min_length=1,
+        description="auto: go on from the newest checkpoint in output_dir, else begin; never; or a checkpoint's folder",
+    )
+    weights_only: bool = Field(
+        False, description="take the weights of the checkpoint alone, and begin at 0 with fresh optimizers"
+    )
+    allow_changes: bool = Field(False, description="go on though data, models or seed are not those of the checkpoint")
     time_limit: PositiveFloat | None = Field(
         None,
         description="minutes from the start of the process in which to save and stop (exit status 75); null: none",
@@ -142,6 +151,32 @@ class OutputConfig(Section):
         """YAML 1.1 reads a bare ``off`` as false."""
         return "off" if value is False else value
 
+    @model_validator(mode="after")
+    def _weights_of_something(self) -> Self:
+        if self.weights_only and self.resume in ("auto", "never"):
+            raise ValueError(
+                f"weights_only needs the checkpoint whose weights are taken, but resume is {self.resume!r}; set resume "
+                "to its folder"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """Saved states of the run in OUTPUT_DIR/checkpoints, for trainer.resume."""
+
+    interval: NaturalInt = Field(0, description="iterations between saves, and one at the end; 0: none")
+    keep_last: PositiveInt = Field(
+        2, description="newest checkpoints that are kept; older ones of this run are deleted"
+    )
+    keep_every: NaturalInt = Field(0, description="also keep those of every n-th iteration; 0: none")
+    best_metric: str | None = Field(None, description="also keep the best by this metric of metrics.jsonl")
+    best_mode: Literal["max", "min"] = Field("max", description="whether the best has the highest or the lowest value")
+    optimizer: bool = Field(True, description="save optimizers too; without them only trainer.weights_only can resume")
+    asynchronous: bool = Field(False, description="write while training goes on; takes memory for a copy of the state")
+    on_save_error: Literal["warn", "stop"] = Field(
+        "stop", description="after a save that failed: end the run, or go on with the checkpoints that there are"
+    )
+
 
 class RunConfig(Section):
     """What every run has; `mrlhf.config.load_config` reads one of its subclasses."""
@@ -150,6 +185,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number formats")
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="text and token ids")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saved states of the run")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="communication")
 
     @property

@@ -89,12 +89,12 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """TensorBoard scalars; text is left out."""
+    """TensorBoard scalars; text is left out. Earlier events from ``purge_step`` on are hidden (a resumed run)."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, purge_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
         """Record every number under its name."""
@@ -141,6 +141,11 @@ class Writers:
     def __init__(self, writers: Sequence[MetricsWriter]):
         self.writers = tuple(writers)
 
+    @property
+    def run_id(self) -> str | None:
+        """What continues the W&B run later; None without one."""
+        return next((writer.run_id for writer in self.writers if isinstance(writer, WandbWriter)), None)
+
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
         """Hand one iteration to every writer."""
         for writer in self.writers:
@@ -157,19 +162,37 @@ def open_writers(
     tensorboard: bool,
     wandb: bool,
     *,
-    append: bool = False,
+    first_step: int = 0,
     run_id: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Writers:
     """The writers of a run, for rank 0: ``metrics.jsonl`` always, ``tensorboard/`` and W&B where asked.
 
-    ``append`` continues an existing ``metrics.jsonl`` instead of starting it again. Raises `ConfigError` when W&B is
-    asked for and not installed.
+    With a ``first_step`` above 0 an existing ``metrics.jsonl`` is cut back to the steps before it and continued.
+    Raises `ConfigError` when W&B is asked for and not installed.
     """
     folder = Path(output_dir)
     # W&B first: it is the one that can be missing, and nothing should be overwritten before that is known.
     optional: list[MetricsWriter] = [WandbWriter(folder, run_id=run_id, config=config)] if wandb else []
-    writers: list[MetricsWriter] = [JsonlWriter(folder / "metrics.jsonl", append=append)]
+    cut_lines(folder / "metrics.jsonl", "step", first_step)
+    writers: list[MetricsWriter] = [JsonlWriter(folder / "metrics.jsonl", append=first_step > 0)]
     if tensorboard:
-        writers.append(TensorBoardWriter(folder / "tensorboard"))
+        writers.append(TensorBoardWriter(folder / "tensorboard", purge_step=first_step or None))
     return Writers([*writers, *optional])
+
+
+def cut_lines(path: Path, key: str, end: int) -> None:
+    """Keep the lines of a JSON lines file whose ``key`` is below ``end``; one that a dying process cut off goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get(key, end) < end:
+            kept.append(line)
+    part = path.with_name(f"{path.name}.tmp")
+    part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    part.replace(path)

@@ -231,6 +231,10 @@ class PromptStream:
             for k in range(count)
         ]
 
+    def prompt(self, group_id: int) -> Prompt:
+        """The prompt of a group, also of one given out before."""
+        return self.dataset.prompts[self._prompts.index(group_id)]
+
     def state_dict(self) -> dict[str, Any]:
         """The cursor: plain numbers and strings."""
         return self._prompts.state_dict()

@@ -14,15 +14,21 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.convert import DTYPES
 from mrlhf.checkpoint.hf_export import export_hf
+from mrlhf.checkpoint.saved import list_checkpoints
 from mrlhf.config import to_yaml
 from mrlhf.config_sections import OutputConfig, RunConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.metrics import Writers, open_writers
+from mrlhf.metrics import Writers, cut_lines, open_writers
 from mrlhf.roles.model import RoleModel
 
+CHECKPOINTS = "checkpoints"
+SAMPLE_TABLES = ("samples.jsonl", "eval_samples.jsonl")
 
-def check_output_folder(output: Path, names: Sequence[str], inputs: Iterable[str], *, overwrite: bool) -> None:
+
+def check_output_folder(
+    output: Path, names: Sequence[str], inputs: Iterable[str], *, overwrite: bool, resume: str = "never"
+) -> None:
     """Refuse an output folder that holds another run, or whose exports would replace something that the run reads.
 
     Args:
@@ -30,6 +36,7 @@ def check_output_folder(output: Path, names: Sequence[str], inputs: Iterable[str
         names: of the models that the run exports.
         inputs: files and folders that it reads.
         overwrite: an earlier run may be replaced.
+        resume: ``trainer.resume``; a run that goes on with its own checkpoint finds its own files.
 
     Raises:
         ConfigError: naming the folder and a way out.
@@ -37,10 +44,11 @@ def check_output_folder(output: Path, names: Sequence[str], inputs: Iterable[str
     _check_writable(output)
     # Also a bare model folder: the export would be refused only after all the training.
     there = [path for path in (output / "metrics.jsonl", *written_folders(output, names)) if path.exists()]
-    if there and not overwrite:
+    if there and not overwrite and not continues(output, resume):
+        saved = ", trainer.resume=auto to go on from its checkpoints" if list_checkpoints(output / CHECKPOINTS) else ""
         raise ConfigError(
             f"trainer.output_dir: {output} holds a run already ({there[0].name}); choose "
-            "another folder, or set trainer.overwrite=true to replace it"
+            f"another folder{saved}, or set trainer.overwrite=true to replace it"
         )
     for path in inputs:
         parents = {Path(path).resolve(), *Path(path).resolve().parents}
@@ -49,6 +57,11 @@ def check_output_folder(output: Path, names: Sequence[str], inputs: Iterable[str
                 raise ConfigError(
                     f"trainer.output_dir: the run would write {place}, but it reads {path}; choose another output_dir"
                 )
+
+
+def continues(output: Path, resume: str) -> bool:
+    """Whether what is in ``output`` is this run's: it goes on with the newest checkpoint there, or with a named one."""
+    return resume == "auto" or (resume != "never" and output.resolve() in (Path(resume) / "x").resolve().parents)
 
 
 def _check_writable(output: Path) -> None:
@@ -84,16 +97,35 @@ def written_folders(output: Path, names: Sequence[str]) -> list[Path]:
     return fixed + [path for name in names for path in output.glob(f"{name}-[0-9]*")]
 
 
-def open_output(config: RunConfig, trainer: OutputConfig, names: Sequence[str]) -> Writers:
-    """Prepare the output folder on rank 0: ``config.yaml`` and the writers of metrics, nothing of an earlier run."""
+def open_output(
+    config: RunConfig, trainer: OutputConfig, names: Sequence[str], *, first_step: int = 0, run_id: str | None = None
+) -> Writers:
+    """Prepare the output folder on rank 0: ``config.yaml`` and the writers of metrics, nothing of an earlier run.
+
+    Args:
+        config: of the run.
+        trainer: its part about the output.
+        names: of the models that the run exports.
+        first_step: above 0, the run goes on: the tables are cut back to the steps before it.
+        run_id: of the W&B run that goes on.
+    """
     output = config.output_dir
     output.mkdir(parents=True, exist_ok=True)
-    if trainer.overwrite and config.metrics_path.exists():
+    for name in SAMPLE_TABLES:
+        cut_lines(output / name, "iteration", first_step)
+    if trainer.overwrite and not first_step and config.metrics_path.exists():
         # What is left of a run that is replaced would be taken for the new one's.
         for folder in written_folders(output, names):
             shutil.rmtree(folder, ignore_errors=True)
     (output / "config.yaml").write_text(to_yaml(config))
-    return open_writers(output, trainer.tensorboard, trainer.wandb, config=config.model_dump(mode="json"))
+    return open_writers(
+        output,
+        trainer.tensorboard,
+        trainer.wandb,
+        first_step=first_step,
+        run_id=run_id,
+        config=config.model_dump(mode="json"),
+    )
 
 
 def export_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
-from mrlhf.parallel.launch import shutdown
 from mrlhf.progress import Display, open_display
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -26,6 +26,7 @@ from mrlhf.roles.model import RoleModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import ScoreSource
 from mrlhf.trainer import ppo_job as jobs
+from mrlhf.trainer.checkpointing import Checkpointer
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.evaluate import build_evaluator
 from mrlhf.trainer.evaluation import Evaluator, write_evaluation
@@ -44,8 +45,10 @@ from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dty
 from mrlhf.trainer.ptx import PTX
 from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
 from mrlhf.trainer.rollouts import Sampler, Scorer
+from mrlhf.trainer.run_state import PPORunState
 from mrlhf.trainer.running import RunningMoments
 from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
+from mrlhf.trainer.stopping import StopRequest, open_heartbeat, run_to_end
 from mrlhf.trainer.updates import Updater
 from mrlhf.types import RolloutBatch
 
@@ -53,18 +56,16 @@ EXPORTS = ("actor", "critic", "ema")
 """Names of the exported folders."""
 
 
-def run(config: PPOConfig) -> None:
+def run(config: PPOConfig) -> int:
     """Train as configured, export, and leave the process group; every rank of the job calls this.
+
+    Returns:
+        The exit status: 0, or that of a run that was asked to stop early.
 
     Raises:
         MrlhfError: anything the user can mend: configuration, data, checkpoints, reward functions.
     """
-    trainer = build_trainer(config)
-    trainer.train()
-    if config.trainer.export:
-        trainer.export()
-    dist.barrier()
-    shutdown()
+    return run_to_end(build_trainer(config), export=config.trainer.export)
 
 
 def build_trainer(config: PPOConfig) -> PPOTrainer:
@@ -91,7 +92,8 @@ def check_output(config: PPOConfig) -> None:
     """`check_output_folder` for everything that the run reads. Raises `ConfigError`."""
     files = [path for path in config.data_files().values() if path]
     inputs = [*config.model_folders().values(), config.tokenizer_path, *files]
-    check_output_folder(config.output_dir, EXPORTS, inputs, overwrite=config.trainer.overwrite)
+    trainer = config.trainer
+    check_output_folder(config.output_dir, EXPORTS, inputs, overwrite=trainer.overwrite, resume=trainer.resume)
     check_writers(config.trainer)
 
 
@@ -119,12 +121,14 @@ class PPOTrainer:
         """
         config = job.config
         self.job, self.config, self.tokenizer, self.dataset = job, config, tokenizer, dataset
+        self.held_out = held_out
         self.actor: Actor = jobs.build_actor(job)
         self.critic: Critic | None = jobs.build_critic(job) if config.ppo.needs_critic else None
         self.reference: Reference = jobs.build_reference(job)
         sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
         reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
-        self.scorer = Scorer(reward_models, functions, tokenizer, job.groups.mp)
+        self.heartbeat = open_heartbeat(config.output_dir, config.launch.timeout_minutes)
+        self.scorer = Scorer(reward_models, functions, tokenizer, job.groups.mp, self.heartbeat.alone)
         self.sampler = Sampler(
             self.actor.engine(config.rollout.batch_size),
             sampling_params(config),
@@ -143,6 +147,7 @@ class PPOTrainer:
         self.kl_control: AdaptiveKL | None = None
         if config.ppo.kl_target is not None:
             self.kl_control = AdaptiveKL(config.ppo.kl_coef, target=config.ppo.kl_target, horizon=config.ppo.kl_horizon)
+        self.stopped: str | None = None
         self.normalizer = RunningMoments() if config.reward.normalize else None
         self.stream = PromptStream(
             dataset,
@@ -155,20 +160,31 @@ class PPOTrainer:
         self.evaluator: Evaluator | None = None
         if held_out is not None:
             self.evaluator = build_evaluator(job, self.actor, self.reference, self.scorer, tokenizer, held_out)
+        self.checkpoints = Checkpointer(job, config.trainer, PPORunState(self), iterations=config.trainer.iterations)
 
     def train(self) -> None:
-        """All iterations."""
-        config, rank = self.config, dist.get_rank()
+        """All iterations, or those up to a request to stop."""
+        config, rank, checkpoints = self.config, dist.get_rank(), self.checkpoints
+        first = checkpoints.resume()
         writers = None
         if rank == 0:
-            writers = open_output(config, config.trainer, EXPORTS)
-            (config.output_dir / "samples.jsonl").write_text("")
-            for name in ("eval_samples.jsonl", "eval.json"):
-                (config.output_dir / name).unlink(missing_ok=True)
-        with open_display(config.trainer.progress, config.trainer.iterations, rank=rank) as display:
+            run_id = checkpoints.wandb_id
+            writers = open_output(config, config.trainer, EXPORTS, first_step=first, run_id=run_id)
+            checkpoints.wandb_id = writers.run_id
+            if not first:
+                (config.output_dir / "samples.jsonl").write_text("")
+                for name in ("eval_samples.jsonl", "eval.json"):
+                    (config.output_dir / name).unlink(missing_ok=True)
+        with (
+            open_display(config.trainer.progress, config.trainer.iterations, rank=rank, first_step=first) as display,
+            StopRequest(config.output_dir, time_limit_minutes=config.trainer.time_limit) as stop,
+            self.heartbeat,
+        ):
+            checkpoints.message = display.message
             self._announce(display)
             scores = []
-            for iteration in range(config.trainer.iterations):
+            for iteration in range(first, config.trainer.iterations):
+                started = time.perf_counter()
                 metrics = self.iterate(iteration, display) | self._evaluate(iteration, display)
                 if writers is not None:
                     writers.write(iteration, metrics)
@@ -177,16 +193,28 @@ class PPOTrainer:
                 interval = config.trainer.export_interval
                 if interval and (iteration + 1) % interval == 0:
                     self.export(f"-{iteration + 1:06d}")
-            display.message(
-                f"mean score {scores[0]:.3f} in the first iteration, {scores[-1]:.3f} in the last; "
-                f"see {config.metrics_path}"
-            )
+                self.heartbeat.phase("save")
+                checkpoints.after(iteration + 1, metrics)
+                stop.saved(checkpoints.save_seconds)
+                reason = stop.check(time.perf_counter() - started)
+                if reason is not None and iteration + 1 < config.trainer.iterations:
+                    checkpoints.stop(iteration + 1, metrics)
+                    self.stopped = reason
+                    display.message(f"stopped after iteration {iteration + 1}: {reason}")
+                    break
+            checkpoints.finish()
+            if scores:
+                display.message(
+                    f"mean score {scores[0]:.3f} in iteration {first + 1}, {scores[-1]:.3f} in the last; "
+                    f"see {config.metrics_path}"
+                )
         if writers is not None:
             writers.close()
 
     def iterate(self, iteration: int, display: Display) -> dict[str, float]:
         """One rollout and its updates; returns the metrics, complete on every rank."""
-        timer = PhaseTimer(display)
+        self.heartbeat.iteration(iteration + 1)
+        timer = PhaseTimer(display, self.heartbeat)
         with timer.phase("rollout"):
             samples = shard(
                 next(self.stream),
@@ -254,7 +282,7 @@ class PPOTrainer:
             head=head,
             groups=self.job.groups,
             tokenizer=self.tokenizer,
-            overwrite=trainer.overwrite,
+            overwrite=trainer.overwrite or self.checkpoints.first > 0,
             dtype=export_dtype(trainer, model.config.dtype, self.job.dtype),
         )
 
@@ -296,6 +324,7 @@ class PPOTrainer:
         if self.evaluator is None or (done % trainer.eval_interval and done != trainer.iterations):
             return {}
         display.phase("evaluation")
+        self.heartbeat.phase("evaluation")
         evaluation = self.evaluator.run()
         if dist.get_rank() == 0:
             write_evaluation(evaluation, self.config.output_dir, iteration=iteration)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -27,9 +28,12 @@ from mrlhf.planner import size_problems
 from mrlhf.progress import Display, open_display
 from mrlhf.roles.micro_batches import Plan, make_plan
 from mrlhf.roles.model import TrainedModel, Update
+from mrlhf.trainer.checkpointing import Checkpointer
 from mrlhf.trainer.job import Job, load_model, make_trainable, read_architectures
 from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model, open_output
 from mrlhf.trainer.report import PhaseTimer
+from mrlhf.trainer.run_state import SupervisedRunState
+from mrlhf.trainer.stopping import StopRequest, open_heartbeat
 from mrlhf.types import Metric, RolloutBatch, merge_metrics
 
 E = TypeVar("E")
@@ -123,7 +127,8 @@ def check_supervised_output(config: SupervisedConfig) -> None:
     """`check_output_folder` for everything that the configuration reads. Raises `ConfigError`."""
     files = [path for path in config.data_files().values() if path]
     inputs = [*config.model_folders().values(), config.tokenizer_path, *files]
-    check_output_folder(config.output_dir, [MODEL], inputs, overwrite=config.trainer.overwrite)
+    trainer = config.trainer
+    check_output_folder(config.output_dir, [MODEL], inputs, overwrite=trainer.overwrite, resume=trainer.resume)
     check_writers(config.trainer)
 
 
@@ -239,6 +244,8 @@ class SupervisedTrainer(Generic[E]):
         self.examples, self.validation, self.collate = train, validation, collate
         self.validations: list[Validation] = []
         self.bad_steps = 0
+        self.stopped: str | None = None
+        self.heartbeat = open_heartbeat(self.config.output_dir, self.config.launch.timeout_minutes)
         self.stream = ExampleStream(
             train.examples,
             train.fingerprint,
@@ -246,6 +253,7 @@ class SupervisedTrainer(Generic[E]):
             batch_size=self.config.train.batch_size,
             shuffle=self.config.data.shuffle,
         )
+        self.checkpoints = Checkpointer(job, self.config.trainer, SupervisedRunState(self), iterations=steps)
 
     @property
     def model(self) -> TrainedModel:
@@ -253,16 +261,27 @@ class SupervisedTrainer(Generic[E]):
         return self.objective.model
 
     def train(self) -> None:
-        """All steps, with validations and exports between them.
+        """All steps, or those up to a request to stop, with validations and exports between them.
 
         Raises:
             MrlhfError: more gradients in a row are not finite than ``trainer.max_bad_steps`` allows.
         """
-        trainer = self.config.trainer
-        writers = open_output(self.config, trainer, [MODEL]) if dist.get_rank() == 0 else None
-        with open_display(trainer.progress, self.steps, rank=dist.get_rank()) as display:
+        trainer, checkpoints = self.config.trainer, self.checkpoints
+        first = checkpoints.resume()
+        writers, metrics = None, {}
+        if dist.get_rank() == 0:
+            run_id = checkpoints.wandb_id
+            writers = open_output(self.config, trainer, [MODEL], first_step=first, run_id=run_id)
+            checkpoints.wandb_id = writers.run_id
+        with (
+            open_display(trainer.progress, self.steps, rank=dist.get_rank(), first_step=first) as display,
+            StopRequest(self.config.output_dir, time_limit_minutes=trainer.time_limit) as stop,
+            self.heartbeat,
+        ):
+            checkpoints.message = display.message
             self._announce(display)
-            for step in range(self.steps):
+            for step in range(first, self.steps):
+                started = time.perf_counter()
                 metrics = self.iterate(step, display)
                 if self.validation is not None and self._due(step, trainer.eval_interval):
                     metrics |= self._validate(step + 1, display)
@@ -271,13 +290,24 @@ class SupervisedTrainer(Generic[E]):
                 display.iteration(step + 1, metrics)
                 if trainer.export_interval and (step + 1) % trainer.export_interval == 0:
                     self.export(f"-{step + 1:06d}")
+                self.heartbeat.phase("save")
+                checkpoints.after(step + 1, metrics)
+                stop.saved(checkpoints.save_seconds)
+                reason = stop.check(time.perf_counter() - started)
+                if reason is not None and step + 1 < self.steps:
+                    checkpoints.stop(step + 1, metrics)
+                    self.stopped = reason
+                    display.message(f"stopped after step {step + 1}: {reason}")
+                    break
+            checkpoints.finish()
             display.message(self._summary(metrics))
         if writers is not None:
             writers.close()
 
     def iterate(self, step: int, display: Display) -> dict[str, float]:
         """One optimizer step; returns the metrics, complete on every rank."""
-        timer = PhaseTimer(display)
+        self.heartbeat.iteration(step + 1)
+        timer = PhaseTimer(display, self.heartbeat)
         with timer.phase("data"):
             first = self.stream.position
             examples = next(self.stream)
@@ -341,7 +371,7 @@ class SupervisedTrainer(Generic[E]):
             head=self.head,
             groups=self.job.groups,
             tokenizer=self.tokenizer,
-            overwrite=self.config.trainer.overwrite,
+            overwrite=self.config.trainer.overwrite or self.checkpoints.first > 0,
             dtype=export_dtype(self.config.trainer, self.model.config.dtype, self.job.dtype),
         )
 
@@ -350,6 +380,7 @@ class SupervisedTrainer(Generic[E]):
 
     def _validate(self, step: int, display: Display) -> dict[str, float]:
         display.phase("validate")
+        self.heartbeat.phase("validate")
         metrics = self.evaluate()
         self.validations.append(Validation(step, metrics))
         display.message(f"validation after {step} steps: {_numbers(metrics)}")

@@ -1,0 +1,313 @@
+"""Saves a run at intervals and finds the checkpoint that it goes on from, whatever it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from mrlhf.checkpoint.saved import Checkpoint, FileRecord, file_names, file_records, latest, locate, verify
+from mrlhf.checkpoint.store import CheckpointStore, Rotation, new_run_id
+from mrlhf.checkpoint.training_state import (
+    AsyncCallsQueue,
+    Average,
+    LoadedState,
+    SavedModel,
+    finish,
+    load_state,
+    read_state,
+    save_state,
+    together,
+)
+from mrlhf.config_sections import OutputConfig, RunConfig
+from mrlhf.errors import CheckpointError
+from mrlhf.megatron import device
+from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.trainer.job import Job
+from mrlhf.trainer.outputs import CHECKPOINTS
+
+# What a resumed run may have otherwise: nothing that is computed depends on it.
+_FREE = ("trainer.", "checkpoint.", "launch.", "parallel.", "inference.")
+
+
+class RunState(Protocol):
+    """What a trainer hands to its `Checkpointer`."""
+
+    def models(self) -> dict[str, SavedModel]:
+        """The trained models by role."""
+
+    def averages(self) -> dict[str, Average]:
+        """Averages of their weights by name."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Marks of everything that the run reads, by configuration key; rank 0's count."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything else, as JSON can hold it and the same under every layout; all ranks call this together."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Checkpointer:
+    """The checkpoints of one run; every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        job: Job[Any],
+        trainer: OutputConfig,
+        state: RunState,
+        *,
+        iterations: int,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            job: the world and the configuration.
+            trainer: its part with ``resume``.
+            state: of the trainer.
+            iterations: of the run; after the last one there is a save.
+        """
+        self.job, self.trainer, self.state, self.iterations = job, trainer, state, iterations
+        self.message: Callable[[str], None] = _say
+        """Shows a line to the user."""
+        self.first = 0
+        """Iterations that were done before this process: 0 unless `resume` found some."""
+        self._saved = 0
+        config: RunConfig = job.config
+        self.config, self.settings = config, config.checkpoint
+        self.root = config.output_dir / CHECKPOINTS
+        self.run_id = ""
+        self.wandb_id: str | None = None
+        self.save_seconds = 0.0
+        """Of the last save, as far as training waited for it."""
+        self._queue = AsyncCallsQueue(persistent=False) if self.settings.asynchronous else None
+        self._pending: tuple[int, Path, dict[str, float]] | None = None
+        self._inputs: dict[str, Any] | None = None
+
+    def resume(self) -> int:
+        """Put the checkpoint in place that ``trainer.resume`` names, if any.
+
+        Returns:
+            The iteration to go on with: 0 without a checkpoint, or with its weights only.
+
+        Raises:
+            CheckpointError: on every rank: no such checkpoint, a damaged file, another architecture, or other inputs.
+        """
+        checkpoint = self._find()
+        if checkpoint is None or self.trainer.weights_only:
+            self.run_id = all_gather_objects(new_run_id())[0]
+        if checkpoint is None:
+            return 0
+        names = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
+        together(lambda: verify(checkpoint, names), str(checkpoint.path))
+        weights_only = self.trainer.weights_only
+        if not weights_only:
+            self._compare(checkpoint, read_state(checkpoint.path)["common"])
+        loaded = load_state(
+            checkpoint.path,
+            self.state.models(),
+            averages={} if weights_only else self.state.averages(),
+            layout=asdict(self.job.sizes),
+            weights_only=weights_only,
+        )
+        if weights_only:
+            self.message(f"begins with the weights of {checkpoint.path}")
+            return 0
+        return self._go_on(checkpoint, loaded)
+
+    def after(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Look after the saves once ``done`` iterations are complete: one that is due, or one under way.
+
+        Raises:
+            CheckpointError: a save failed and ``checkpoint.on_save_error`` is ``stop``.
+        """
+        interval = self.settings.interval
+        if interval and (done % interval == 0 or done == self.iterations):
+            self.save(done, metrics)
+        elif self._pending is not None:
+            self._complete(blocking=False)
+
+    def stop(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Save before the run ends early, whatever the interval, unless that has just been done."""
+        if self._saved != done:
+            self.save(done, metrics)
+        self.finish()
+
+    def save(self, done: int, metrics: Mapping[str, float]) -> bool:
+        """Save the state after ``done`` iterations; an asynchronous save goes on after this.
+
+        Returns:
+            Whether it went well so far, the same on every rank.
+        """
+        start = time.perf_counter()
+        self._saved = done
+        self._complete(blocking=True)
+        store = self._store()
+        folder = self.root / f"iter_{done:07d}.incomplete"
+        common = {
+            "iteration": done,
+            "run_id": self.run_id,
+            "wandb_id": self.wandb_id,
+            "inputs": self._marks(),
+            "config": _flat(self.config.model_dump(mode="json")),
+            "trainer": self.state.state_dict(),
+        }
+
+        def write() -> None:
+            together(lambda: store.prepare(done) if dist.get_rank() == 0 else None, "the checkpoint's folder")
+            save_state(
+                folder,
+                self.state.models(),
+                averages=self.state.averages(),
+                common=common,
+                per_rank={"rank": dist.get_rank()},
+                layout=asdict(self.job.sizes),
+                optimizer=self.settings.optimizer,
+                queue=self._queue,
+            )
+
+        good = self._guarded(done, write)
+        if good:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            self._pending = (done, folder, numbers)
+            good = self._complete(blocking=False) if self._queue is not None else self._commit()
+        self.save_seconds = time.perf_counter() - start
+        return good
+
+    def finish(self) -> None:
+        """Wait for a save that is under way."""
+        self._complete(blocking=True)
+
+    def _complete(self, *, blocking: bool) -> bool:
+        """Commit the save under way once all ranks have written; whether nothing went wrong."""
+        if self._pending is None or self._queue is None:
+            return True
+        queue, done = self._queue, self._pending[0]
+        finished: list[bool] = []
+        if not self._guarded(done, lambda: finished.append(finish(queue, blocking=blocking))):
+            self._pending = None
+            return False
+        return self._commit() if finished[0] else True
+
+    def _commit(self) -> bool:
+        """Checksums, taken by all ranks, then the marker and the name, by rank 0."""
+        assert self._pending is not None
+        (done, folder, metrics), self._pending = self._pending, None
+        store, records = self._store(), {}
+
+        def own() -> None:
+            names = file_names(folder)[dist.get_rank() :: dist.get_world_size()]
+            records.update(file_records(folder, names))
+
+        def commit() -> None:
+            together(own, str(folder))
+            files: dict[str, FileRecord] = {}
+            for part in all_gather_objects(records):
+                files.update(part)
+            layout = asdict(self.job.sizes)
+            together(
+                lambda: (
+                    store.commit(done, layout=layout, metrics=metrics, files=files) if dist.get_rank() == 0 else None
+                ),
+                str(folder),
+            )
+
+        good = self._guarded(done, commit)
+        if good:
+            self.message(f"checkpoint after iteration {done}: {self.root / f'iter_{done:07d}'}")
+        return good
+
+    def _guarded(self, done: int, work: Callable[[], object]) -> bool:
+        """Do ``work``, which fails on all ranks or on none, and treat a failure as the configuration says."""
+        try:
+            work()
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                # Where the folder cannot be reached, that is why the save failed.
+                with contextlib.suppress(OSError):
+                    self._store().abandon(done)
+            if self.settings.on_save_error == "stop":
+                raise CheckpointError(
+                    f"the save after iteration {done} failed: {error}; set checkpoint.on_save_error=warn to go on "
+                    "after such a failure"
+                ) from error
+            self.message(f"warning: the save after iteration {done} failed, the run goes on: {error}")
+            return False
+        return True
+
+    def _store(self) -> CheckpointStore:
+        settings = self.settings
+        rotation = Rotation(settings.keep_last, settings.keep_every, settings.best_metric, settings.best_mode)
+        return CheckpointStore(self.root, self.run_id, rotation)
+
+    def _find(self) -> Checkpoint | None:
+        """The checkpoint to resume from; rank 0 looks for it."""
+        found: list[Checkpoint | None] = [None]
+
+        def look() -> None:
+            resume = self.trainer.resume
+            if resume != "never" and dist.get_rank() == 0:
+                found[0] = latest(self.root) if resume == "auto" else locate(Path(resume))
+
+        together(look, "trainer.resume")
+        return all_gather_objects(found[0])[0]
+
+    def _compare(self, checkpoint: Checkpoint, common: Mapping[str, Any]) -> None:
+        """Name what is not as it was when the checkpoint was saved; inputs must be the same unless that is allowed."""
+        saved, now = common["inputs"], self._marks()
+        other = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+        if other and not self.trainer.allow_changes:
+            named = "; ".join(_difference(key, saved.get(key), now.get(key)) for key in other)
+            raise CheckpointError(
+                f"trainer.resume: {checkpoint.path} was saved by a run with other inputs: {named}; give the same ones, "
+                "set trainer.allow_changes=true to go on with these, or trainer.resume=never to begin anew"
+            )
+        before, after = common["config"], _flat(self.config.model_dump(mode="json"))
+        for key in sorted({*before, *after}):
+            if before.get(key) != after.get(key) and not key.startswith(_FREE) and key not in now:
+                self.message(f"{key} was {before.get(key)!r} in the checkpoint, now it is {after.get(key)!r}")
+
+    def _go_on(self, checkpoint: Checkpoint, loaded: LoadedState) -> int:
+        common = loaded.common
+        self.run_id, self.wandb_id = common["run_id"], common["wandb_id"]
+        self.state.load_state_dict(common["trainer"])
+        self.first = self._saved = iteration = int(common["iteration"])
+        if not loaded.same_layout:
+            groups = self.job.groups
+            # Not the numbers of the start again.
+            seed = (self.config.seed + 7919 * iteration) % 2**63
+            device.seed_rng_tracker(seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp.rank())
+        how = "" if loaded.same_layout else ", under another layout: the same up to rounding, dropout drawn anew"
+        self.message(f"goes on after iteration {iteration} from {checkpoint.path}{how}")
+        return iteration
+
+    def _marks(self) -> dict[str, Any]:
+        if self._inputs is None:
+            marks = self.state.inputs() if dist.get_rank() == 0 else {}
+            self._inputs = all_gather_objects(marks)[0]
+        return self._inputs
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr)
+
+
+def _difference(key: str, saved: Any, now: Any) -> str:
+    if saved is None or now is None:
+        return f"{key} ({'not' if saved is None else 'only'} in the checkpoint)"
+    return f"{key} was {saved}, now {now}"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
