@@ -26,6 +26,7 @@ from mrlhf.config_sections import (
     Section,
     Temperature,
 )
+from mrlhf.config_supervised import template_file
 
 Semantics = Literal["standard", "deepspeed_chat"]
 
@@ -68,6 +69,9 @@ class RewardFunctionSource(Section):
     kind: Literal["function"] = Field("function", description="a Python function")
     target: str = Field(description="package.module:callable", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
     weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
+    retries: NaturalInt = Field(
+        0, description="further calls, with growing waits, after one that raised or gave no scores"
+    )
 
 
 class RewardRemoteSource(Section):
@@ -263,7 +267,7 @@ class PPOConfig(RunConfig):
             "data.prompts": self.data.prompts,
             "evaluation.prompts": self.evaluation.prompts,
             "ptx.path": self.ptx.path,
-            "tokenizer.chat_template": self.tokenizer.chat_template,
+            "tokenizer.chat_template": template_file(self.tokenizer.chat_template),
         }
 
     def with_derived_paths(self) -> Self:

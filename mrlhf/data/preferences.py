@@ -13,7 +13,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from mrlhf.data.conversations import encode_answer
-from mrlhf.data.records import Fields, check_messages, check_prompt, check_text, field_names, kind, place, read_rows
+from mrlhf.data.records import (
+    Fields,
+    check_messages,
+    check_prompt,
+    check_text,
+    field_names,
+    kind,
+    nothing_left,
+    place,
+    read_rows,
+)
 from mrlhf.data.stream import ExampleSet
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
@@ -126,9 +136,7 @@ def load_preferences(
                 truncated += 1
             examples.append(example)
     if not examples:
-        raise DataError(
-            f"{paths}: no pair is left: {dropped} are longer than data.max_length={max_length}, {skipped} are malformed"
-        )
+        raise DataError(nothing_left("pair", paths, "data", max_length, dropped, skipped))
     digest = hashlib.sha256()
     for e in examples:
         digest.update(f"{e.prompt_ids} {e.chosen_ids} {e.rejected_ids} {e.margin}\n".encode())

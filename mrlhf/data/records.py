@@ -30,6 +30,7 @@ def read_rows(
     noun: str,
     expected: str,
     skip_bad_lines: bool = False,
+    skip_key: str | None = "data.skip_bad_lines",
 ) -> tuple[list[T], int]:
     """Read every row of a file.
 
@@ -43,6 +44,7 @@ def read_rows(
         noun: what a row is, for messages.
         expected: a row as it should be, for messages.
         skip_bad_lines: count malformed rows instead of failing on them.
+        skip_key: the configuration key of ``skip_bad_lines``, for messages; None where there is none.
 
     Returns:
         the records and the number of malformed rows.
@@ -55,7 +57,8 @@ def read_rows(
     table = TABLES.get(file.suffix.lower())
     if not file.is_file():
         form = "file" if table else "JSONL file"
-        raise DataError(f"{file} does not exist (expected a {form} with one {noun} a {'row' if table else 'line'})")
+        wrong = "is not a file" if file.exists() else "does not exist"
+        raise DataError(f"{file} {wrong} (expected a {form} with one {noun} a {'row' if table else 'line'})")
     records: list[T] = []
     problems: list[str] = []
     skipped = 0
@@ -68,7 +71,8 @@ def read_rows(
                 problems.append(f"{place(file, number)}: {error}")
     if problems and not skip_bad_lines:
         more = f" (the first {SHOWN_PROBLEMS} are shown)" if skipped > len(problems) else ""
-        headline = f"{skipped} malformed line(s) in {file}{more}; data.skip_bad_lines=true passes over them"
+        headline = f"{skipped} malformed line(s) in {file}{more}"
+        headline += f"; {skip_key}=true passes over them" if skip_key else ""
         raise DataError(join_problems(headline, problems))
     if not records:
         raise DataError(
@@ -76,6 +80,15 @@ def read_rows(
             + (f"; {skipped} malformed line(s) were skipped" if skipped else "")
         )
     return records, skipped
+
+
+def nothing_left(
+    noun: str, paths: str | Path | Sequence[str | Path], section: str, max_length: int, dropped: int, skipped: int
+) -> str:
+    """The message where every row was left out, with the way out."""
+    files = ", ".join(map(str, [paths] if isinstance(paths, (str, Path)) else paths))
+    text = f"{files}: no {noun} is left: {dropped} are longer than {section}.max_length={max_length}, {skipped} are "
+    return text + "malformed" + (f"; raise {section}.max_length" if dropped else "")
 
 
 def check_messages(messages: Sequence[Any], key: str) -> None:
@@ -86,6 +99,11 @@ def check_messages(messages: Sequence[Any], key: str) -> None:
         if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
             expected = '{"role": "user", "content": "..."}'
             raise ValueError(f"{key}[{i}] is not a chat message, expected {expected}, found {message!r:.80}")
+        content = message["content"]
+        # A template would write other things as Python does, "None" for null. Messages that call tools have no text;
+        # whether the template takes the parts of a list is found out when it has written them.
+        if not (isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))):
+            raise ValueError(f"{key}[{i}]: 'content' is {kind(content)}, expected a string")
 
 
 def check_text(text: Any, key: str) -> str:

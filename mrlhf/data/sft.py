@@ -12,7 +12,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from mrlhf.data.conversations import encode_answer, encode_conversation, encode_text
-from mrlhf.data.records import Fields, check_messages, check_prompt, check_text, field_names, kind, place, read_rows
+from mrlhf.data.records import (
+    Fields,
+    check_messages,
+    check_prompt,
+    check_text,
+    field_names,
+    kind,
+    nothing_left,
+    place,
+    read_rows,
+)
 from mrlhf.data.stream import ExampleSet
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
@@ -66,6 +76,7 @@ def load_sft(
     response_key: str = "response",
     messages_key: str = "messages",
     text_key: str = "text",
+    section: str = "data",
 ) -> ExampleSet[SFTExample]:
     """Read rows of JSONL, Parquet or CSV files as token ids.
 
@@ -84,6 +95,7 @@ def load_sft(
         response_key: field of the response.
         messages_key: field of a conversation.
         text_key: field of plain text.
+        section: of the configuration where these options stand, for messages.
 
     Returns:
         the examples; ``dropped`` counts also truncated rows without any learned token left.
@@ -100,7 +112,14 @@ def load_sft(
     skipped = dropped = truncated = 0
     parse = partial(_parse, keys=(messages_key, prompt_key, response_key, text_key))
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        records, bad = read_rows(path, parse, noun="example", expected=EXPECTED, skip_bad_lines=skip_bad_lines)
+        records, bad = read_rows(
+            path,
+            parse,
+            noun="example",
+            expected=EXPECTED,
+            skip_bad_lines=skip_bad_lines,
+            skip_key=f"{section}.skip_bad_lines",
+        )
         skipped += bad
         if any(r.messages is not None or isinstance(r.prompt, list) for r in records):
             tokenizer.require_chat_template()
@@ -113,16 +132,14 @@ def load_sft(
                     raise DataError(f"{where}: {error}") from error
                 skipped += 1
                 continue
-            fitting = _fit(example, max_length, overlong, where)
+            fitting = _fit(example, max_length, overlong, where, section)
             if fitting is None:
                 dropped += 1
                 continue
             truncated += fitting is not example
             examples.append(fitting)
     if not examples:
-        raise DataError(
-            f"{paths}: no row is left: {dropped} are longer than data.max_length={max_length}, {skipped} are malformed"
-        )
+        raise DataError(nothing_left("row", paths, section, max_length, dropped, skipped))
     digest = hashlib.sha256()
     for example in examples:
         digest.update(f"{example.ids} {example.learned}\n".encode())
@@ -166,8 +183,11 @@ def _parse(item: Fields, number: int, keys: tuple[str, str, str, str]) -> SFTRec
         if not isinstance(messages, list):
             raise ValueError(f"{messages_key!r} is {kind(messages)}, expected a list of chat messages")
         check_messages(messages, messages_key)
-        if not any(message["role"] == "assistant" for message in messages):
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if not answers:
             raise ValueError(f"{messages_key!r} has no message from the assistant, so there is nothing to learn")
+        if not any(message["content"] or message.get("tool_calls") for message in answers):
+            raise ValueError(f"{messages_key!r} has no answer with text, so there is nothing to learn")
         return SFTRecord(number, messages=messages)
     if prompt_key in present and response_key in present:
         prompt = check_prompt(present[prompt_key], prompt_key)
@@ -178,13 +198,13 @@ def _parse(item: Fields, number: int, keys: tuple[str, str, str, str]) -> SFTRec
     raise ValueError(f"expected the fields {expected}; the fields are: {field_names(present)}")
 
 
-def _fit(example: SFTExample, max_length: int, overlong: Overlong, where: str) -> SFTExample | None:
+def _fit(example: SFTExample, max_length: int, overlong: Overlong, where: str, section: str) -> SFTExample | None:
     """The example in ``max_length`` tokens; None where it is left out."""
     if len(example.ids) > max_length:
         if overlong == "error":
             raise DataError(
-                f"{where}: the row has {len(example.ids)} tokens, data.max_length is {max_length}; raise it, or set "
-                "data.overlong to drop or truncate"
+                f"{where}: the row has {len(example.ids)} tokens, {section}.max_length is {max_length}; raise it, or "
+                f"set {section}.overlong to drop or truncate"
             )
         if overlong == "drop":
             return None

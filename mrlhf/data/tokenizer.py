@@ -281,9 +281,17 @@ class Tokenizer:
         """
         template = self.require_chat_template()
         try:
-            return self.backend.render(messages, template, add_generation_prompt)
+            text = self.backend.render(messages, template, add_generation_prompt)
         except Exception as error:
             raise DataError(f"tokenizer.chat_template fails on {list(messages)!r:.200}: {error}") from error
+        for index, message in enumerate(messages):
+            content = message["content"]
+            if isinstance(content, list) and content and (repr(content) in text or json.dumps(content) in text):
+                raise DataError(
+                    f"tokenizer.chat_template takes text alone: the content of message {index} is a list of parts, "
+                    f"{content!r:.80}; write it as one string"
+                )
+        return text
 
     def require_chat_template(self) -> str:
         """The chat template.
@@ -343,14 +351,37 @@ def read_template(chat_template: str | None) -> str | None:
     """Jinja source as it is; anything that cannot be one is the name of a file.
 
     Raises:
-        DataError: neither Jinja source nor an existing file.
+        DataError: neither Jinja source nor an existing file, or not valid Jinja.
     """
-    if chat_template is None or "{" in chat_template or "\n" in chat_template:
-        return chat_template
-    file = Path(chat_template)
-    if not file.is_file():
-        raise DataError(f"tokenizer.chat_template: {chat_template!r} is neither Jinja source nor an existing file")
-    return file.read_text(encoding="utf-8")
+    if chat_template is None:
+        return None
+    if "{" in chat_template or "\n" in chat_template:
+        template, where = chat_template, "tokenizer.chat_template: line "
+    else:
+        file = Path(chat_template)
+        if not file.is_file():
+            raise DataError(f"tokenizer.chat_template: {chat_template!r} is neither Jinja source nor an existing file")
+        try:
+            template, where = file.read_text(encoding="utf-8-sig"), f"tokenizer.chat_template: {file}:"
+        except UnicodeDecodeError as error:
+            raise DataError(f"tokenizer.chat_template: {file} is not UTF-8 at byte {error.start}") from None
+        except OSError as error:
+            raise DataError(f"tokenizer.chat_template: {file} cannot be read: {error.strerror}") from None
+    _check_syntax(template, where)
+    return template
+
+
+def _check_syntax(template: str, where: str) -> None:
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        # With transformers' own extensions of Jinja; what the template says to no messages at all is of no interest.
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"{where}{error.lineno} is not valid Jinja: {error.message}") from None
+    except Exception:
+        return
 
 
 def _template_beside(model: Path) -> str | None:

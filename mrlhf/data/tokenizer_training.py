@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from mrlhf.data.records import Fields, check_prompt, field_names, read_rows
 from mrlhf.data.tokenizer import read_template
 from mrlhf.errors import ConfigError, DataError
+from mrlhf.folders import check_writable
 
 ModelType = Literal["bpe", "unigram"]
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -60,11 +61,12 @@ def train_tokenizer(
     Raises:
         DataError: a corpus file is missing, malformed or empty.
         ConfigError: the vocabulary does not fit the corpus, with the limit; a special token is given twice or taken; a
-            tokenizer is there already.
+            tokenizer is there already, or the folder cannot be written.
     """
     if model_type not in get_args(ModelType):
         raise ValueError(f"model_type must be one of {', '.join(get_args(ModelType))}, not {model_type!r}")
     folder = Path(output)
+    check_writable(folder, "--output")
     files = [folder / name for name in FILES]
     there = [file.name for file in files if file.exists()]
     if there and not overwrite:
@@ -74,6 +76,10 @@ def train_tokenizer(
         if not token or token in taken or any(c.isspace() for c in token):
             raise ConfigError(f"--special-token {token!r} is empty, has a blank in it, or is there twice")
         taken.append(token)
+    if vocab_size <= len(taken):
+        raise ConfigError(
+            f"--vocab-size {vocab_size} is too small: the special tokens alone are {len(taken)}; use more"
+        )
     template = read_template(chat_template)
     model = _train(
         [line for path in corpus for line in _lines(Path(path), key)],
@@ -141,8 +147,8 @@ def _train(lines: list[str], *, vocab_size: int, **options: Any) -> bytes:
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
             normalization_rule_name="identity",
-            # Longer lines would be left out without a word.
-            max_sentence_length=max(len(line.encode()) for line in lines) + 1,
+            # Longer lines would be left out without a word; SentencePiece takes no limit below 10.
+            max_sentence_length=max(10, max(len(line.encode()) for line in lines) + 1),
             **ids,
             **pieces,
             num_threads=1,
@@ -175,15 +181,16 @@ def _lines(path: Path, key: str) -> Iterator[str]:
             text = check_prompt(item[key], key)
             return [text] if isinstance(text, str) else [str(message["content"]) for message in text]
 
-        rows, _ = read_rows(path, parse, noun="text", expected=f'{{"{key}": "..."}}')
+        rows, _ = read_rows(path, parse, noun="text", expected=f'{{"{key}": "..."}}', skip_key=None)
         texts: list[str] = [text for row in rows for text in row]
     else:
         if not path.is_file():
-            raise DataError(f"{path} does not exist (expected a text file, or one of {', '.join(TABLE_SUFFIXES)})")
+            wrong = "is not a file" if path.exists() else "does not exist"
+            raise DataError(f"{path} {wrong} (expected a text file, or one of {', '.join(TABLE_SUFFIXES)})")
         try:
             texts = [path.read_text(encoding="utf-8-sig")]
         except UnicodeDecodeError as error:
             line = path.read_bytes()[: error.start].count(b"\n") + 1
             raise DataError(f"{path}:{line}: not UTF-8") from error
     for text in texts:
-        yield from (line.rstrip("\r").replace("\0", "") for line in text.split("\n") if line.strip())
+        yield from (line.rstrip("\r") for line in text.replace("\0", "").split("\n") if line.strip())

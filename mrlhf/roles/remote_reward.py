@@ -55,7 +55,8 @@ class RemoteReward:
             backoff_seconds: wait before the second try; it doubles up to half a minute.
 
         Raises:
-            ConfigError: a header names a variable that is not set.
+            ConfigError: a header names a variable that is not set, or no request can be made of the address and the
+                headers.
         """
         self.url = url
         self.batch_size = batch_size
@@ -63,6 +64,13 @@ class RemoteReward:
         self.retries = retries
         self.headers = {key: self._expanded(key, value) for key, value in (headers or {}).items()}
         self.backoff_seconds = backoff_seconds
+        try:
+            _check_header_characters(self.headers)
+            port = httpx.Request("POST", url, headers=self.headers).url.port
+            if not 0 < (1 if port is None else port) < 2**16:
+                raise ValueError(f"there is no port {port}")
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(f"reward server {url}: no request can be made: {error}") from None
         self._client: httpx.Client | None = None
 
     def check_fields(self, fields: Set[str]) -> None:
@@ -145,6 +153,15 @@ class RemoteReward:
         if unset:
             raise ConfigError(f"reward server {self.url}: header {key} needs the environment variable {unset[0]}")
         return os.path.expandvars(value)
+
+
+def _check_header_characters(headers: Mapping[str, str]) -> None:
+    """Refuse what HTTP cannot carry. The message does not show values, which may be secret. Raises ValueError."""
+    for key, value in headers.items():
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", key):
+            raise ValueError(f"{key!r} cannot be the name of a header")
+        if not re.fullmatch(r"[\t\x20-\x7e]*", value):
+            raise ValueError(f"the value of header {key} has characters that are not printable ASCII")
 
 
 def _start(answer: bytes) -> str:

@@ -10,6 +10,7 @@ from mrlhf.config_inference import EvalConfig
 from mrlhf.config_schema import RewardModelSource
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.folders import check_writable
 from mrlhf.parallel.launch import shutdown
 from mrlhf.progress import print_samples
 from mrlhf.roles.policy import PolicyModel
@@ -35,6 +36,8 @@ def run(config: EvalConfig) -> None:
     """
     models = jobs.read_models(config, roles=("actor", "reference", "reward"))
     env = jobs.check_inference(config, models, max_response_length=response_limit(config))
+    folder = Path(config.evaluation.output_dir or config.output_dir / "eval")
+    check_writable(folder, "evaluation.output_dir" if config.evaluation.output_dir else "trainer.output_dir")
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, models["actor"].vocab_size)
     functions = reward_functions(config)
@@ -47,7 +50,6 @@ def run(config: EvalConfig) -> None:
     actor, reference = jobs.build_policy(job), jobs.build_reference(job)
     evaluation = build_evaluator(job, actor, reference, scorer, tokenizer, dataset).run()
     if dist.get_rank() == 0:
-        folder = Path(config.evaluation.output_dir or config.output_dir / "eval")
         write_evaluation(evaluation, folder)
         print_samples(evaluation.rows[: config.evaluation.samples_shown])
         print(evaluation.summary())

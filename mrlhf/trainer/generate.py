@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mrlhf.config_inference import GenerateConfig
 from mrlhf.data.prompts import Prompt
 from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.folders import check_writable_file
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.launch import shutdown
 from mrlhf.roles.policy import PolicyModel
@@ -38,6 +39,7 @@ def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
     models = jobs.read_models(config, roles=("actor",))
     model = models["actor"]
     env = jobs.check_inference(config, models, max_response_length=config.rollout.max_response_length)
+    check_writable_file(output, "--output")
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, model.vocab_size)
     dataset = read_dataset(config, tokenizer, [model])
@@ -52,7 +54,7 @@ def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
     if dist.get_rank() == 0:
         output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = output.with_name(output.name + ".tmp")
-        with unfinished.open("w") as file:
+        with unfinished.open("w", encoding="utf-8") as file:
             for number, prompt in numbered:
                 generation = gathered[number]
                 row = {
@@ -63,7 +65,7 @@ def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
                     "sample_id": number,
                     "meta": prompt.meta,
                 }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         unfinished.replace(output)
         print(f"{len(numbered)} responses in {output}")
     dist.barrier()

@@ -22,7 +22,7 @@ def reward_functions(config: PPOConfig) -> list[tuple[ScoreSource, float]]:
     found: list[tuple[ScoreSource, float]] = []
     for source in config.reward.sources:
         if isinstance(source, RewardFunctionSource):
-            found.append((RewardFunction(source.target), source.weight))
+            found.append((RewardFunction(source.target, retries=source.retries), source.weight))
         elif isinstance(source, RewardRemoteSource):
             remote = RemoteReward(
                 source.url,
@@ -88,6 +88,7 @@ def read_texts(config: PPOConfig, tokenizer: Tokenizer, actor: ModelConfig) -> E
         max_length=config.ptx.max_length or actor.max_position_embeddings,
         learn_on="all",
         overlong=config.ptx.overlong,
+        section="ptx",
         skip_bad_lines=config.ptx.skip_bad_lines,
     )
 

@@ -192,8 +192,24 @@ def test_chat_templates_from_files_and_folders(llama_model: Path, llama_folder: 
     assert load_tokenizer(beside).encode_messages(MESSAGES) == expected
     with pytest.raises(DataError, match=r"tokenizer\.chat_template: 'missing.jinja' is neither"):
         load_tokenizer(llama_model, chat_template="missing.jinja")
-    with pytest.raises(DataError, match=r"tokenizer\.chat_template fails on"):
-        load_tokenizer(llama_model, chat_template="{% for %}").encode_messages(MESSAGES)
+    with pytest.raises(DataError, match=r"tokenizer\.chat_template: line 1 is not valid Jinja"):
+        load_tokenizer(llama_model, chat_template="{% for %}")
+    file.write_text("a\n{% for x in %}")
+    with pytest.raises(DataError, match=rf"tokenizer\.chat_template: {file}:2 is not valid Jinja"):
+        load_tokenizer(llama_model, chat_template=str(file))
+    file.write_bytes(b"{{ messages }} \xe9")
+    with pytest.raises(DataError, match="is not UTF-8 at byte 15"):
+        load_tokenizer(llama_model, chat_template=str(file))
+    with pytest.raises(DataError, match=r"tokenizer\.chat_template fails on .*: no system turn"):
+        load_tokenizer(llama_model, chat_template="{{ raise_exception('no system turn') }}").encode_messages(MESSAGES)
+
+
+def test_parts_of_a_message_are_not_written_as_python_does(llama_model: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a sea"}]}]
+    with pytest.raises(DataError, match="takes text alone: the content of message 0 is a list of parts"):
+        load_tokenizer(llama_model, chat_template=TEMPLATE).encode_messages(parts)
+    reads = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    assert load_tokenizer(llama_model, chat_template=reads).render(parts) == "a sea"
 
 
 @pytest.mark.parametrize(("pad", "expected"), [(3, 3), (0, 0), (9, 9), (-1, 2), (10, 2), (None, 2)])

@@ -109,6 +109,26 @@ def test_sizes_that_do_not_fit_name_the_limit(corpus: Path, tmp_path: Path) -> N
     train_tokenizer([corpus], output, vocab_size=50, byte_fallback=False, overwrite=True)
 
 
+def test_lines_and_sizes_below_the_limits_of_sentencepiece(tmp_path: Path) -> None:
+    corpus, output = tmp_path / "short.txt", tmp_path / "tokenizer"
+    corpus.write_bytes(b"a b\nc\n\0\n")
+    with pytest.raises(ConfigError, match="too small: special tokens alone are 5; use more"):
+        train_tokenizer([corpus], output, vocab_size=5, special_tokens=["<x>"])
+    with pytest.raises(ConfigError, match=r"too small.*use at least (\d+)") as caught:
+        train_tokenizer([corpus], output, vocab_size=6, special_tokens=["<x>"])
+    size = int(str(caught.value).split("at least ")[1].split(",")[0])
+    assert load_tokenizer(train_tokenizer([corpus], output, vocab_size=size)).vocab_size == size
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.txt"
+    file.write_text("some text\n")
+    for output in (file, file / "below"):
+        status, text = run(file, "--vocab-size", "300", "--output", output)
+        assert (status, "cannot be a folder" in text) == (2, True)
+    assert run(tmp_path, "--vocab-size", "300", "--output", tmp_path / "t")[1].count("is not a file")
+
+
 def test_bad_input(tmp_path: Path) -> None:
     empty, latin = tmp_path / "empty.txt", tmp_path / "latin.txt"
     empty.write_text("\n \n")
