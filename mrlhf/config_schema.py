@@ -69,9 +69,7 @@ class RewardFunctionSource(Section):
     kind: Literal["function"] = Field("function", description="a Python function")
     target: str = Field(description="package.module:callable", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
     weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
-    retries: NaturalInt = Field(
-        0, description="further calls, with growing waits, after one that raised or gave no scores"
-    )
+    retries: NaturalInt = Field(0, description="further calls, with growing waits, after one that failed")
 
 
 class RewardRemoteSource(Section):

@@ -10,12 +10,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
+import tenacity
 import torch
 
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.roles.micro_batches import Plan
 from mrlhf.roles.model import RoleModel
 from mrlhf.types import RolloutBatch, gather_rows
+
+LONGEST_WAIT = 30.0
+"""Seconds between two tries."""
 
 
 class RewardModel(RoleModel):
@@ -50,16 +54,18 @@ class RewardFunction:
     (None where a line lacks it).
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, retries: int = 0, backoff_seconds: float = 0.5) -> None:
         """Import the function.
 
         Args:
             target: ``package.module:callable``; modules of the current directory can be named.
+            retries: further calls after one that raised, or answered anything but finite numbers.
+            backoff_seconds: wait before the second call; it doubles up to half a minute.
 
         Raises:
             ConfigError: no such module or attribute, or it cannot be called.
         """
-        self.target = target
+        self.target, self.retries, self.backoff_seconds = target, retries, backoff_seconds
         self.name = target.rpartition(":")[2]
         module_name, _, attribute = target.partition(":")
         if os.getcwd() not in sys.path:
@@ -102,8 +108,24 @@ class RewardFunction:
         """One finite number for each response.
 
         Raises:
-            MrlhfError: the function raised, or answered anything else; the message names it and the response.
+            MrlhfError: the function raised, or answered anything else, in all its calls; the message names it and the
+                response of the last one.
         """
+        tries = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(self.retries + 1),
+            wait=tenacity.wait_exponential(multiplier=self.backoff_seconds, max=LONGEST_WAIT),
+            retry=tenacity.retry_if_exception_type(MrlhfError),
+            reraise=True,
+        )
+        try:
+            return tries(self._call, prompts, responses, meta)
+        except MrlhfError as error:
+            count = tries.statistics.get("attempt_number", 1)
+            if count == 1:
+                raise
+            raise MrlhfError(f"{error}\nThis was the last of {count} calls.") from error
+
+    def _call(self, prompts: Sequence[str], responses: Sequence[str], meta: Mapping[str, Sequence[Any]]) -> list[float]:
         try:
             answer = self.function(list(prompts), list(responses), **{k: list(v) for k, v in meta.items()})
             # A generator runs, and may raise, only now.

@@ -12,6 +12,7 @@ import torch
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.megatron.optimizer import peak_memory_bytes
 from mrlhf.parallel.collectives import all_reduce_metrics
+from mrlhf.parallel.heartbeat import Heartbeat
 from mrlhf.progress import Display
 from mrlhf.rl import kl_estimate, masked_mean, masked_moments, masked_sum
 from mrlhf.trainer.updates import Step
@@ -23,8 +24,14 @@ SAMPLES = 8
 class PhaseTimer:
     """Seconds spent in each phase of an iteration."""
 
-    def __init__(self, display: Display) -> None:
-        self._display = display
+    def __init__(self, display: Display, heartbeat: Heartbeat | None = None) -> None:
+        """Begin the iteration.
+
+        Args:
+            display: shows the phases.
+            heartbeat: of this rank, so that others find out where it is.
+        """
+        self._display, self._heartbeat = display, heartbeat
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
@@ -32,6 +39,8 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Show ``name`` and time what runs inside. Every phase ends in a collective, so the device is idle then."""
         self._display.phase(name)
+        if self._heartbeat is not None:
+            self._heartbeat.phase(name)
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class Sampler:
         self.seed = seed
         self.dp_group = dp_group
         self.device = device
-        self._previous: tuple[RolloutBatch, int, list[Sample]] | None = None
+        self.previous: tuple[RolloutBatch, int, list[Sample]] | None = None
+        """The last rollout of this rank: what `sample` returned."""
 
     def sample(self, samples: Sequence[Sample], iteration: int) -> tuple[RolloutBatch, int, list[Sample]]:
         """Generate a response to every sample of this data-parallel rank.
@@ -77,28 +79,34 @@ class Sampler:
         requests = [GenerationRequest(s.sample_id, s.prompt.ids, self.max_response_length) for s in samples]
         made = self.engine.generate(requests, self.sampling, stop_ids=self.stop_ids, seed=self.seed, step=iteration)
         responses = [counted_response(g.tokens, self.semantics, self.pad_id, self.stop_ids) for g in made]
-        batch = RolloutBatch.from_sequences(
-            [s.prompt.ids for s in samples],
-            responses,
-            pad_id=self.pad_id,
-            pad_to_multiple=self.pad_to_multiple,
-            sample_ids=[s.sample_id for s in samples],
-            group_ids=[s.group_id for s in samples],
-            truncated=[g.truncated for g in made],
-        ).to(self.device)
+        batch = self.to_batch(samples, responses, [g.truncated for g in made])
         width, longest = self._over_ranks(
             max((len(g.tokens) for g in made), default=0), max(map(len, responses), default=0)
         )
         rollout = (batch, width, list(samples))
         if self.semantics == "deepspeed_chat" and longest <= 1:
-            if self._previous is None:
+            if self.previous is None:
                 raise MrlhfError(
                     "every response of the first rollout has at most one token, so there is nothing to learn from; "
                     "check the prompts' chat template and the end ids, or raise rollout.temperature"
                 )
-            return self._previous
-        self._previous = rollout
+            return self.previous
+        self.previous = rollout
         return rollout
+
+    def to_batch(
+        self, samples: Sequence[Sample], responses: Sequence[list[int]], truncated: Sequence[bool]
+    ) -> RolloutBatch:
+        """Rows of samples and what was answered to them."""
+        return RolloutBatch.from_sequences(
+            [s.prompt.ids for s in samples],
+            list(responses),
+            pad_id=self.pad_id,
+            pad_to_multiple=self.pad_to_multiple,
+            sample_ids=[s.sample_id for s in samples],
+            group_ids=[s.group_id for s in samples],
+            truncated=list(truncated),
+        ).to(self.device)
 
     def _over_ranks(self, *values: int) -> list[int]:
         return [max(column) for column in zip(*all_gather_objects(values, self.dp_group), strict=True)]
@@ -123,6 +131,7 @@ class Scorer:
         functions: Sequence[tuple[ScoreSource, float]],
         tokenizer: Tokenizer,
         replica_group: Group,
+        alone: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         """Keep the sources.
 
@@ -131,7 +140,9 @@ class Scorer:
             functions: Python functions and servers with their weights.
             tokenizer: turns responses into text for the functions.
             replica_group: tensor and pipeline ranks of one replica, which must see the same scores.
+            alone: told the name of each function around its call, see `mrlhf.parallel.heartbeat`.
         """
+        self._alone = alone
         self.models = list(models)
         self.functions = list(functions)
         self.tokenizer = tokenizer
@@ -168,12 +179,18 @@ class Scorer:
             meta = {key: [s.prompt.meta.get(key) for s in samples] for key in keys}
             # A rank without rows (few held-out prompts, many replicas) has no fields either, and nothing to ask.
             scores[0] = [
-                function.scores(prompts, responses, meta) if responses else [] for function, _ in self.functions
+                self._called(function, prompts, responses, meta) if responses else [] for function, _ in self.functions
             ]
         dist.broadcast_object_list(scores, src=dist.get_process_group_ranks(self.replica_group)[0],
                                    group=self.replica_group)  # fmt: skip
         result: list[list[float]] = scores[0]
         return result
+
+    def _called(
+        self, function: ScoreSource, prompts: list[str], responses: list[str], meta: dict[str, list[Any]]
+    ) -> list[float]:
+        with self._alone(f"reward {function.name}") if self._alone else nullcontext():
+            return function.scores(prompts, responses, meta)
 
 
 def _free_name(target: str, taken: Mapping[str, Any]) -> str:

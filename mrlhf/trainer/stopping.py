@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.parallel.collectives import group_device
+from mrlhf.parallel.heartbeat import Heartbeat
 from mrlhf.parallel.launch import shutdown, stopped_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -101,6 +102,13 @@ class StopRequest:
         self._signal = max(self._signal, _TERM if number == signal.SIGTERM else _USR1)
         # SIGTERM after SIGUSR1 is a scheduler that means it, but it may leave as much time as the first one did.
         signal.signal(number, self._before[number])
+
+
+def open_heartbeat(folder: Path, timeout_minutes: float) -> Heartbeat:
+    """This rank's heartbeat in the output folder of its run."""
+    return Heartbeat(
+        folder / "heartbeat", dist.get_rank(), dist.get_world_size(), timeout_seconds=60.0 * timeout_minutes
+    )
 
 
 class Stoppable(Protocol):

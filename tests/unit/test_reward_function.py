@@ -39,6 +39,12 @@ def huge(prompts, responses): return [10**400, 1.0]
 def one(prompts, responses): return 3.0
 def no_meta(prompts, responses, gold): return gold
 
+calls = []
+def third_time(prompts, responses):
+    calls.append(len(responses))
+    if len(calls) == 1: raise ConnectionError("busy")
+    return [1.0, 2.0] if len(calls) == 3 else [None, None]
+
 class Judge:
     def __call__(self, prompts, responses): return [2.0] * len(responses)
     class inner:
@@ -151,3 +157,19 @@ def test_fields_that_a_function_cannot_take_are_refused_before_it_is_called(modu
         RewardFunction("user_rewards:no_meta").check_fields(set())
     RewardFunction("user_rewards:no_meta").check_fields({"gold"})
     RewardFunction("user_rewards:lengths").check_fields({"anything"})
+
+
+def test_retries(module: str) -> None:
+    function = RewardFunction("user_rewards:third_time", retries=2, backoff_seconds=0.01)
+    assert function.scores(["p", "q"], ["ab", "c"], {}) == [1.0, 2.0]
+    calls = sys.modules[module].calls
+    assert calls == [2, 2, 2]
+    calls.clear()
+    function = RewardFunction("user_rewards:third_time", retries=1, backoff_seconds=0.01)
+    with pytest.raises(MrlhfError, match=r"must return a list of numbers(.|\n)*the last of 2 calls"):
+        function.scores(["p", "q"], ["ab", "c"], {})
+    assert calls == [2, 2]
+    calls.clear()
+    with pytest.raises(MrlhfError, match="third_time raised ConnectionError: busy"):
+        _scores("third_time")
+    assert calls == [2], "no second call unless asked for"
