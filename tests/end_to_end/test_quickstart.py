@@ -32,10 +32,12 @@ def test_the_three_steps_learn(tmp_path: Path, seed: int) -> None:
     assert after["prompts"] == 64
     assert after["difference"] > 2 * after["difference_stderr"], after
     assert after["win_rate"] > 0.6
-    # A policy that answers friendly only is log 2 = 0.69 away; far more would be a policy that games the reward.
-    assert 0.05 < after["kl_sequence"] < 4
+    # A policy that answers friendly only is log 2 = 0.69 away. It goes further, since the reward model likes some friendly
+    # answers better than others, but not on and on.
+    ppo = read_lines(tmp_path / "ppo" / "metrics.jsonl")
+    assert 0.05 < after["kl_sequence"] < 6
+    assert after["kl_sequence"] < 2 * ppo[9]["eval/kl_sequence"]
     # The training's own last evaluation is the same measurement of the same model.
-    last = read_lines(tmp_path / "ppo" / "metrics.jsonl")[-1]
-    assert last["eval/score_mean"] == pytest.approx(after["score_mean"], rel=1e-4, abs=1e-4)
+    assert ppo[-1]["eval/score_mean"] == pytest.approx(after["score_mean"], rel=1e-4, abs=1e-4)
     assert "before (reference)" in done.stderr
     assert "standard errors" in done.stdout
