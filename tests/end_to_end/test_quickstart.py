@@ -32,8 +32,8 @@ def test_the_three_steps_learn(tmp_path: Path, seed: int) -> None:
     assert after["prompts"] == 64
     assert after["difference"] > 2 * after["difference_stderr"], after
     assert after["win_rate"] > 0.6
-    # A policy that answers friendly only is log 2 = 0.69 away. It goes further, since the reward model likes some friendly
-    # answers better than others, but not on and on.
+    # A policy that answers friendly only is log 2 = 0.69 away. It goes further, since the reward model likes some of
+    # those answers better than others, but not on and on.
     ppo = read_lines(tmp_path / "ppo" / "metrics.jsonl")
     assert 0.05 < after["kl_sequence"] < 6
     assert after["kl_sequence"] < 2 * ppo[9]["eval/kl_sequence"]
