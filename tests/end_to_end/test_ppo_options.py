@@ -63,6 +63,13 @@ def test_the_updates_stop_where_the_policy_has_come_too_far(runs: Runs) -> None:
     assert [(row["early_stopped"], row["actor_updates"]) for row in free] == [(0, 4), (0, 4)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_every_rank_of_a_model_stops_alike(runs: Runs, layout: str) -> None:
+    overrides = ["ppo.target_approx_kl=1e-6", f"parallel.{layout}_model_parallel_size=2"]
+    _assert_same_run(runs(f"stop-{layout}", 2, *overrides), runs("stop", 1, overrides[0]))
+
+
 def _stop_weights(config: PPOConfig) -> tuple[bool, bool]:
     """Whether a run that stops has the actor of its first step alone, and the critic of all steps."""
     stopped, plain = build_trainer(config), build_trainer(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrlhf.errors import MrlhfError
 from tests.sft_run import LINES, make_config, make_inputs, train
 from tests.tiny_run import read_lines
 
@@ -185,3 +187,24 @@ def test_a_converted_folder_starts_and_exports_the_same_model(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float32)
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out" / "model").encode("the sea")])
     assert torch.isfinite(model(ids).logits).all()
+
+
+def diverging(inputs: Path, output: Path) -> str:
+    # The first step, at any rate, makes weights whose loss is not finite.
+    config = make_config(
+        inputs, output, "optimizer.lr=1e30", "optimizer.warmup_iterations=0", "trainer.max_bad_steps=1"
+    )
+    with pytest.raises(MrlhfError) as stopped:
+        train(config)
+    return str(stopped.value)
+
+
+def test_steps_without_finite_gradients_are_skipped_then_end_the_run(
+    run_ranks: Any, inputs: Path, tmp_path: Path
+) -> None:
+    messages = run_ranks(diverging, 2, inputs, tmp_path / "out")
+    assert messages[0] == messages[1]
+    assert "2 optimizer steps in a row were skipped" in messages[0]
+    assert "lower optimizer.lr" in messages[0]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["skipped_updates"] for row in rows] == [0, 1]
