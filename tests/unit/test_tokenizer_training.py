@@ -112,7 +112,7 @@ def test_sizes_that_do_not_fit_name_the_limit(corpus: Path, tmp_path: Path) -> N
 def test_lines_and_sizes_below_the_limits_of_sentencepiece(tmp_path: Path) -> None:
     corpus, output = tmp_path / "short.txt", tmp_path / "tokenizer"
     corpus.write_bytes(b"a b\nc\n\0\n")
-    with pytest.raises(ConfigError, match="too small: special tokens alone are 5; use more"):
+    with pytest.raises(ConfigError, match="too small: the special tokens alone are 5; use more"):
         train_tokenizer([corpus], output, vocab_size=5, special_tokens=["<x>"])
     with pytest.raises(ConfigError, match=r"too small.*use at least (\d+)") as caught:
         train_tokenizer([corpus], output, vocab_size=6, special_tokens=["<x>"])
