@@ -77,6 +77,15 @@ class HeadChoice(str, Enum):
     VALUE = "value"
 
 
+class RoleChoice(str, Enum):
+    """Models of a checkpoint."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    EMA = "ema"
+    MODEL = "model"
+
+
 class TokenizerModelChoice(str, Enum):
     """Kinds of SentencePiece models."""
 
@@ -255,18 +264,35 @@ def convert_import(
 
 @convert_app.command("export")
 def convert_export(
-    source: Annotated[Path, typer.Argument(help="Megatron weights folder.")],
+    source: Annotated[
+        Path, typer.Argument(help="Megatron weights folder, a checkpoint, or a run's output folder (the newest one).")
+    ],
     target: Annotated[Path, typer.Argument(help="Hugging Face folder to write.")],
     tp: TensorSize = 1,
     pp: PipelineSize = 1,
     dtype: Dtype = None,
     overwrite: Overwrite = False,
+    role: Annotated[
+        RoleChoice | None, typer.Option(help="Model of a checkpoint; not needed where it holds only one.")
+    ] = None,
 ) -> None:
-    """Turn a Megatron weights folder into a Hugging Face folder."""
+    """Turn a Megatron weights folder, or a model of a run's checkpoint, into a Hugging Face folder."""
 
     def work() -> None:
         from mrlhf.checkpoint.convert import DTYPES, export_megatron
+        from mrlhf.checkpoint.convert_state import export_state, is_run_folder
 
+        if role is not None or is_run_folder(source):
+            export_state(
+                source,
+                target,
+                role.value if role else None,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                dtype=DTYPES[dtype.value] if dtype else None,
+                overwrite=overwrite,
+            )
+            return
         export_megatron(
             source,
             target,

@@ -78,7 +78,7 @@ def load_weights(
     )
 
 
-def _conversion_sizes(model: ModelConfig, tp: int, pp: int, world_size: int) -> ParallelSizes:
+def conversion_sizes(model: ModelConfig, tp: int, pp: int, world_size: int) -> ParallelSizes:
     """Sizes of a conversion, checked before any process group exists; there are no replicas to convert twice."""
     if world_size != tp * pp:
         raise ConfigError(
@@ -92,7 +92,7 @@ def _conversion_sizes(model: ModelConfig, tp: int, pp: int, world_size: int) -> 
 
 
 @contextmanager
-def _world() -> Iterator[None]:
+def world() -> Iterator[None]:
     """Use the process group that exists, else join the others as any command does (launcher, GPU, time limit)."""
     if dist.is_initialized():
         yield
@@ -105,7 +105,8 @@ def _world() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _world_size() -> int:
+def world_size() -> int:
+    """Of the process group, or of the launcher where there is none yet."""
     return dist.get_world_size() if dist.is_initialized() else detect_launch(os.environ).world_size
 
 
@@ -130,11 +131,11 @@ def import_hf(
     config = read_model_config(source)
     kind = head or read_head(source)
     target_dtype = dtype or _BY_NAME[config.dtype]
-    sizes = _conversion_sizes(config, tensor_model_parallel_size, pipeline_model_parallel_size, _world_size())
+    sizes = conversion_sizes(config, tensor_model_parallel_size, pipeline_model_parallel_size, world_size())
     problem = FolderWriter.problem(target, overwrite)
     if problem:
         raise CheckpointError(problem)
-    with _world():
+    with world():
         groups = build_groups(sizes)
         chunks = build_model(config, sizes, groups, head=cast(Any, kind), dtype=target_dtype, trainable=False)
         load_weights(chunks, config, source, groups=groups, head=kind)
@@ -174,8 +175,8 @@ def export_megatron(
     """
     config = read_model_config(source)
     kind = read_head(source)
-    sizes = _conversion_sizes(config, tensor_model_parallel_size, pipeline_model_parallel_size, _world_size())
-    with _world():
+    sizes = conversion_sizes(config, tensor_model_parallel_size, pipeline_model_parallel_size, world_size())
+    with world():
         groups = build_groups(sizes)
         chunks = build_model(config, sizes, groups, head=cast(Any, kind), dtype=_BY_NAME[config.dtype], trainable=False)
         load_weights(chunks, config, source, groups=groups, head=kind, head_init="loaded")

@@ -134,9 +134,9 @@ def refusals(inputs: dict[str, Path], root: Path) -> dict[str, str]:
     for name, overrides in {
         "seed": ["seed=8"],
         "data": [f"data.train={other / 'train.jsonl'}"],
-        "validation": ["data.validation=null", "trainer.eval_interval=0"],
+        "validation": ["data.validation=[]", "trainer.eval_interval=0"],
         "precision": ["precision.dtype=bf16"],
-        "path": [f"trainer.resume={root / 'nowhere'}"],
+        "path": [f"trainer.resume={root / 'nowhere'}", f"trainer.output_dir={root / 'new'}"],
     }.items():
         with pytest.raises(CheckpointError) as caught:
             train(make("sft", inputs, root / "run", *resume, *overrides)[0])
@@ -168,7 +168,9 @@ def failing_saves(inputs: dict[str, Path], root: Path) -> str:
     """The second save fails while it is written: the first is still there, and the run goes on or ends as told."""
     import resource
 
-    def limited(metrics: Any, save: Any) -> Any:
+    import torch.distributed as dist
+
+    def limited(save: Any) -> Any:
         def after(done: int, numbers: Any) -> None:
             if done == ITERATIONS:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
@@ -186,13 +188,14 @@ def failing_saves(inputs: dict[str, Path], root: Path) -> str:
 
         config, _ = make("sft", inputs, root / policy, f"checkpoint.on_save_error={policy}")
         trainer = build_trainer(config)
-        trainer.checkpoints.after = limited(None, trainer.checkpoints.after)  # type: ignore[method-assign]
+        trainer.checkpoints.after = limited(trainer.checkpoints.after)  # type: ignore[method-assign]
         if policy == "stop":
             with pytest.raises(CheckpointError) as caught:
                 trainer.train()
             message = str(caught.value)
         else:
             trainer.train()
+        dist.barrier()  # rank 0 takes the broken one away
         assert [path.name for path in sorted((root / policy / "checkpoints").iterdir())] == ["iter_0000002"]
     return message
 
@@ -236,3 +239,27 @@ def wandb_id(inputs: dict[str, Path], root: Path) -> None:
 
 def test_f5_the_id_of_the_wandb_run_is_kept(inputs: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(wandb_id, 1, inputs, tmp_path)
+
+
+def exports(inputs: dict[str, Path], root: Path) -> None:
+    """What `mrlhf convert export RUN_DIR` writes is what the run itself exports at its end."""
+    from mrlhf.checkpoint.convert_state import export_state
+    from tests.distributed.hf_tools import read_tensors
+
+    config, train = make("everything", inputs, root / "run", "trainer.export=true", *TP2)
+    train(config)
+    for role in ("actor", "ema", "critic"):
+        export_state(root / "run", root / role, role, pipeline_model_parallel_size=2)
+        ours, theirs = read_tensors(root / role), read_tensors(root / "run" / role)
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not ours[name].equal(theirs[name])] == [], role
+        names = [{path.name for path in folder.iterdir()} for folder in (root / role, root / "run" / role)]
+        assert names[0] == names[1]
+    with pytest.raises(CheckpointError, match="holds actor, critic, ema; choose one with --role"):
+        export_state(root / "run", root / "none", None)
+    with pytest.raises(CheckpointError, match="not 'model'"):
+        export_state(root / "run", root / "none", "model")
+
+
+def test_models_of_a_checkpoint_are_exported(inputs: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(exports, 2, inputs, tmp_path)
