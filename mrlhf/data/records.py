@@ -1,4 +1,4 @@
-"""Rows of data files: JSONL, and Parquet and CSV through the ``datasets`` package, with errors that name the row."""
+"""Rows of data files: JSONL, CSV, and Parquet through the ``datasets`` package, with errors that name the row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import glob
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,11 @@ from mrlhf.errors import DataError, join_problems
 T = TypeVar("T")
 Fields = dict[str, Any]
 SHOWN_PROBLEMS = 10
-TABLES = {".parquet": "parquet", ".csv": "csv"}
-"""File suffixes that are not JSONL, with the names that ``datasets`` has for them."""
+Rows = Iterator[tuple[int, Callable[[], Fields]]]
+TABLES = (".parquet", ".csv")
+"""File suffixes that are not JSONL."""
+LONGEST_CELL = 2**31 - 1
+"""Characters; the csv module's own limit is 131072, less than a long document."""
 
 
 def place(file: str | Path, number: int) -> str:
@@ -54,7 +58,7 @@ def read_rows(
             the package that reads it.
     """
     file = Path(path)
-    table = TABLES.get(file.suffix.lower())
+    table = file.suffix.lower() in TABLES
     if not file.is_file():
         form = "file" if table else "JSONL file"
         wrong = "is not a file" if file.exists() else "does not exist"
@@ -62,7 +66,7 @@ def read_rows(
     records: list[T] = []
     problems: list[str] = []
     skipped = 0
-    for number, read in _table_rows(file, table) if table else _json_lines(file, expected):
+    for number, read in ROWS.get(file.suffix.lower(), _json_lines)(file, expected):
         try:
             records.append(parse(read(), number))
         except ValueError as error:
@@ -136,7 +140,7 @@ def kind(item: Any) -> str:
     return names.get(type(item), "a number" if isinstance(item, (int, float)) else f"a {type(item).__name__}")
 
 
-def _json_lines(file: Path, expected: str) -> Iterator[tuple[int, Callable[[], Fields]]]:
+def _json_lines(file: Path, expected: str) -> Rows:
     with file.open("rb") as lines:  # bytes, so that only "\n" ends a line
         for number, raw in enumerate(lines, start=1):
             if not raw.strip() or (number == 1 and not raw.removeprefix(b"\xef\xbb\xbf").strip()):
@@ -165,34 +169,51 @@ def _parse_line(raw: bytes, first: bool, expected: str) -> Fields:
     return item
 
 
-def _table_rows(file: Path, table: str) -> Iterator[tuple[int, Callable[[], Fields]]]:
+def _csv_rows(file: Path, expected: str) -> Rows:
+    # Readers of tables guess types, drop cells that are too many, or take the first column for a name of the row.
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
+    number = 0
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            rows = (row for row in csv.reader(text, strict=True) if row)
+            names = next(rows, [])
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise DataError(f"{file}: the header has the column {twice[0]!r} twice")
+            for number, row in enumerate(rows, start=1):
+                yield number, partial(_csv_fields, names, row)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place(file, number + 1)}, or one soon after it, is not UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{place(file, number + 1)} is not valid CSV: {error}") from error
+
+
+def _csv_fields(names: list[str], row: list[str]) -> Fields:
+    if len(row) != len(names):
+        raise ValueError(f"{len(row)} cells, but the header has {len(names)} columns: {', '.join(map(repr, names))}")
+    return dict(zip(names, row, strict=True))
+
+
+def _parquet_rows(file: Path, expected: str) -> Rows:
     try:
         import datasets
+        from pyarrow.parquet import read_metadata
     except ImportError as error:
         raise DataError(
-            f"{file}: {table} files are read with the package datasets, which is not installed: "
+            f"{file}: Parquet files are read with the package datasets, which is not installed: "
             'pip install "mrlhf[data]", or convert the file to JSONL'
         ) from error
     try:
-        if not file.stat().st_size:
+        # Of a file without rows datasets makes batches of none, which it then refuses.
+        if not file.stat().st_size or not read_metadata(file).num_rows:
             return
-        options: dict[str, Any] = {}
-        if table == "csv":
-            # Guessed types differ between parts of a long file, and a prompt "007" or "NA" would not stay itself.
-            with file.open(encoding="utf-8-sig", newline="") as text:
-                names = next(csv.reader(text), [])
-            features = datasets.Features({name: datasets.Value("string") for name in names})
-            options = {"features": features, "na_filter": False, "encoding": "utf-8-sig"}
         # Streaming reads the file itself; otherwise a converted copy of it would be kept in the home directory.
         stream = datasets.load_dataset(
-            table, data_files=glob.escape(str(file.resolve())), split="train", streaming=True, **options
+            "parquet", data_files=glob.escape(str(file.resolve())), split="train", streaming=True
         )
         for number, row in enumerate(stream, start=1):
             yield number, lambda row=row: {key: _without_nulls(value) for key, value in row.items()}  # type: ignore[misc]
-    except DataError:
-        raise
     except Exception as error:
-        raise DataError(f"{file} cannot be read as a {table} file: {type(error).__name__}: {error}") from error
+        raise DataError(f"{file} cannot be read as a Parquet file: {type(error).__name__}: {error}") from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -200,3 +221,7 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+ROWS: dict[str, Callable[[Path, str], Rows]] = {".parquet": _parquet_rows, ".csv": _csv_rows}
+"""Readers of the file suffixes that are not JSONL."""

@@ -105,20 +105,41 @@ def test_unreadable_and_empty_tables(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"{name} holds no prompt: expected rows such as"):
         read_prompts(file)
     file.write_bytes(b'prompt\n"a\xff')
-    with pytest.raises(DataError, match=rf"{name} cannot be read as a"):
+    with pytest.raises(DataError, match=rf"{name}(, row 1.* is not UTF-8| cannot be read as a Parquet file)"):
         read_prompts(file)
 
 
-def test_a_csv_row_with_too_many_cells(tmp_path: Path) -> None:
-    file = csv_file(tmp_path / "p.csv", ["prompt"], ["a"], ["b", "c", "d"])
-    with pytest.raises(DataError, match=r"p\.csv cannot be read as a csv file.*line 3"):
+def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match=r"p\.parquet holds no prompt: expected rows such as"):
+        read_prompts(tmp_path / "p.parquet")
+
+
+def test_csv_rows_that_do_not_fit_the_header(tmp_path: Path) -> None:
+    # Table readers take the first of too many cells for a name of the row, so that every column is the wrong one.
+    file = csv_file(tmp_path / "p.csv", ["prompt", "response"], ["a", "b", "c"], ["a"], ["a", "b"])
+    with pytest.raises(DataError) as caught:
+        load_sft(file, tokenizer(), max_length=9)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split(", ")[1] for line in lines] == ["row 1: 3 cells", "row 2: 1 cells"]
+    loaded = load_sft(file, tokenizer(), max_length=9, skip_bad_lines=True)
+    assert (len(loaded), loaded.skipped) == (1, 2)
+    with pytest.raises(DataError, match=r"p\.csv: the header has the column 'prompt' twice"):
+        read_prompts(csv_file(tmp_path / "p.csv", ["prompt", "prompt"], ["a", "b"]))
+    long = read_prompts(csv_file(tmp_path / "p.csv", ["prompt"], ["x" * 200_000]))[0]
+    assert len(long[0].prompt) == 200_000
+    file.write_text('prompt\na\n"b\nc')
+    with pytest.raises(DataError, match=r"p\.csv, row 2 is not valid CSV: unexpected end of data"):
         read_prompts(file)
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = csv_file(tmp_path / "p.csv", ["prompt"], ["a"])
+    file = parquet(tmp_path / "p.parquet", [{"prompt": "a"}])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r'p\.csv: csv files are read with the package datasets.*pip install "mrlhf\['):
+    with pytest.raises(DataError, match=r'p\.parquet: Parquet files are .* the package datasets.*pip install "mrlhf\['):
         read_prompts(file)
     assert len(read_prompts(write(tmp_path / "p.jsonl", '{"prompt": "a"}'))[0]) == 1
 
