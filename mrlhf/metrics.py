@@ -186,7 +186,7 @@ def cut_lines(path: Path, key: str, end: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

@@ -22,7 +22,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.metrics import Writers, cut_lines, open_writers
 from mrlhf.roles.model import RoleModel
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 SAMPLE_TABLES = ("samples.jsonl", "eval_samples.jsonl")
 
 
@@ -44,7 +44,11 @@ def check_output_folder(
     _check_writable(output)
     # Also a bare model folder: the export would be refused only after all the training.
     there = [path for path in (output / "metrics.jsonl", *written_folders(output, names)) if path.exists()]
-    if there and not overwrite and not continues(output, resume):
+    if continues(output, resume):
+        # Without a checkpoint it died before its first one, and begins anew; a finished run has exports.
+        finished = [path for path in written_folders(output, names) if path.name != TENSORBOARD]
+        there = [] if list_checkpoints(output / CHECKPOINTS) else [path for path in finished if path.exists()]
+    if there and not overwrite:
         saved = ", trainer.resume=auto to go on from its checkpoints" if list_checkpoints(output / CHECKPOINTS) else ""
         raise ConfigError(
             f"trainer.output_dir: {output} holds a run already ({there[0].name}); choose "
@@ -93,7 +97,7 @@ def export_dtype(trainer: OutputConfig, source: str, run: torch.dtype) -> torch.
 
 def written_folders(output: Path, names: Sequence[str]) -> list[Path]:
     """Folders that a run replaces: its exports and its TensorBoard events."""
-    fixed = [output / name for name in (*names, "tensorboard")]
+    fixed = [output / name for name in (*names, TENSORBOARD)]
     return fixed + [path for name in names for path in output.glob(f"{name}-[0-9]*")]
 
 
@@ -113,9 +117,9 @@ def open_output(
     output.mkdir(parents=True, exist_ok=True)
     for name in SAMPLE_TABLES:
         cut_lines(output / name, "iteration", first_step)
-    if trainer.overwrite and not first_step and config.metrics_path.exists():
+    if not first_step and config.metrics_path.exists():
         # What is left of a run that is replaced would be taken for the new one's.
-        for folder in written_folders(output, names):
+        for folder in written_folders(output, names) if trainer.overwrite else [output / TENSORBOARD]:
             shutil.rmtree(folder, ignore_errors=True)
     (output / "config.yaml").write_text(to_yaml(config))
     return open_writers(

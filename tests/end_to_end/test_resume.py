@@ -147,7 +147,7 @@ def refusals(inputs: dict[str, Path], root: Path) -> dict[str, str]:
         trainer = train(make("sft", inputs, root / "run", *resume, data, "trainer.allow_changes=true")[0])
     assert trainer.stream.position == 4
     # Weights only: a run of its own that begins at 0 with a fresh optimizer.
-    light = (f"trainer.resume={root / 'run'}", "trainer.weights_only=true", "trainer.iterations=1")
+    light = (f"trainer.resume={root / 'run'}", "trainer.weights_only=true", "trainer.iterations=2")
     fresh = train(make("sft", inputs, root / "light", *light)[0])
     assert fresh.checkpoints.first == 0
     assert fresh.checkpoints.run_id != trainer.checkpoints.run_id

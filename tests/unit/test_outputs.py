@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mrlhf.checkpoint.store import CheckpointStore
 from mrlhf.config_sections import OutputConfig
 from mrlhf.errors import ConfigError
+from mrlhf.metrics import cut_lines
 from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype
 
 
@@ -56,3 +58,36 @@ def test_wandb_that_is_not_there() -> None:
 def test_the_number_format_of_exports(asked: str, source: str, run: torch.dtype, expected: torch.dtype) -> None:
     config = OutputConfig(export_dtype=asked)  # type: ignore[arg-type]
     assert export_dtype(config, source, run) is expected
+
+
+def test_whose_folder_it_is_when_a_run_resumes(tmp_path: Path) -> None:
+    def check(resume: str) -> None:
+        check_output_folder(tmp_path, ["actor"], [], overwrite=False, resume=resume)
+
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"holds a run already \(metrics.jsonl\); choose another folder, or set"):
+        check("never")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        check(str(tmp_path.parent / "other"))
+    check("auto")  # a run that died before its first checkpoint
+    (tmp_path / "actor").mkdir()
+    with pytest.raises(ConfigError, match=r"holds a run already \(actor\)"):
+        check("auto")  # a run that came to its end without any
+    store = CheckpointStore(tmp_path / "checkpoints", "a")
+    (store.prepare(1) / "file").write_text("x")
+    store.commit(1)
+    for resume in ("auto", str(tmp_path), str(tmp_path / "checkpoints" / "iter_0000001")):
+        check(resume)
+    with pytest.raises(ConfigError, match="trainer.resume=auto to go on from its checkpoints"):
+        check("never")
+
+
+def test_tables_are_cut_back_to_the_iteration_that_goes_on(tmp_path: Path) -> None:
+    table = tmp_path / "metrics.jsonl"
+    table.write_text('{"step": 0}\n{"step": 1, "x": "\u2028"}\n{"step": 2}\n{"step": 3, "sco')
+    cut_lines(table, "step", 2)
+    assert table.read_text() == '{"step": 0}\n{"step": 1, "x": "\u2028"}\n'
+    cut_lines(table, "step", 0)
+    assert table.read_text() == ""
+    cut_lines(tmp_path / "absent.jsonl", "step", 2)
+    assert not (tmp_path / "absent.jsonl").exists()
