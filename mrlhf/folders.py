@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 from mrlhf.errors import ConfigError
@@ -16,7 +16,7 @@ def check_writable(folder: Path, key: str) -> None:
         key: of the configuration or the command line, for the message.
 
     Raises:
-        ConfigError: it is a file, lies under one, or permissions are lacking.
+        ConfigError: it is a file, lies under one, or nothing can be written there.
     """
     try:
         parent = next((place for place in (folder, *folder.resolve().parents) if place.exists()), Path("/"))
@@ -24,8 +24,11 @@ def check_writable(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: {folder} cannot be a folder: {error.strerror}; choose another") from None
     if not parent.is_dir():
         raise ConfigError(f"{key}: {folder} cannot be a folder, since {parent} is a file; choose another")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}: {folder} cannot be written: no permission in {parent}")
+    try:
+        # Permissions alone do not tell: quotas, read-only and remote file systems have a say too.
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be written: {error.strerror} in {parent}; choose another") from None
 
 
 def check_writable_file(file: Path, key: str) -> None:

@@ -17,6 +17,8 @@ from mrlhf.folders import check_writable
 ModelType = Literal["bpe", "unigram"]
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 """The first ids, in this order."""
+LEAST_COVERAGE = 0.98
+"""SentencePiece's own limit."""
 FILES = ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "tokenizer.json")
 SPACE = "\u2581"
 """How SentencePiece writes a space."""
@@ -60,8 +62,8 @@ def train_tokenizer(
 
     Raises:
         DataError: a corpus file is missing, malformed or empty.
-        ConfigError: the vocabulary does not fit the corpus, with the limit; a special token is given twice or taken; a
-            tokenizer is there already, or the folder cannot be written.
+        ConfigError: the vocabulary does not fit the corpus, with the limit; a special token is given twice or taken;
+            the coverage is out of range; a tokenizer is there already, or the folder cannot be written.
     """
     if model_type not in get_args(ModelType):
         raise ValueError(f"model_type must be one of {', '.join(get_args(ModelType))}, not {model_type!r}")
@@ -76,6 +78,10 @@ def train_tokenizer(
         if not token or token in taken or any(c.isspace() for c in token):
             raise ConfigError(f"--special-token {token!r} is empty, has a blank in it, or is there twice")
         taken.append(token)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            raise ConfigError(f"--special-token {token!r} is the name of a byte; choose another")
+    if not LEAST_COVERAGE <= character_coverage <= 1:
+        raise ConfigError(f"--character-coverage {character_coverage} must be from {LEAST_COVERAGE} to 1")
     if vocab_size <= len(taken):
         raise ConfigError(
             f"--vocab-size {vocab_size} is too small: the special tokens alone are {len(taken)}; use more"

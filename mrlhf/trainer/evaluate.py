@@ -10,13 +10,14 @@ from mrlhf.config_inference import EvalConfig
 from mrlhf.config_schema import RewardModelSource
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.errors import ConfigError
 from mrlhf.folders import check_writable
 from mrlhf.parallel.launch import shutdown
 from mrlhf.progress import print_samples
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.sampling import SamplingParams
 from mrlhf.trainer import ppo_job as jobs
-from mrlhf.trainer.evaluation import EvaluationSettings, Evaluator, write_evaluation
+from mrlhf.trainer.evaluation import EVALUATION_FILES, EvaluationSettings, Evaluator, write_evaluation
 from mrlhf.trainer.inputs import (
     check_fields,
     check_vocabulary,
@@ -36,8 +37,7 @@ def run(config: EvalConfig) -> None:
     """
     models = jobs.read_models(config, roles=("actor", "reference", "reward"))
     env = jobs.check_inference(config, models, max_response_length=response_limit(config))
-    folder = Path(config.evaluation.output_dir or config.output_dir / "eval")
-    check_writable(folder, "evaluation.output_dir" if config.evaluation.output_dir else "trainer.output_dir")
+    folder = _output_folder(config)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, models["actor"].vocab_size)
     functions = reward_functions(config)
@@ -56,6 +56,17 @@ def run(config: EvalConfig) -> None:
         print(f"{len(dataset)} prompts; see {folder / 'eval.json'} and eval_samples.jsonl beside it")
     dist.barrier()
     shutdown()
+
+
+def _output_folder(config: EvalConfig) -> Path:
+    """Where the evaluation goes. Raises `ConfigError` where it cannot be written or would replace the prompts."""
+    key = "evaluation.output_dir" if config.evaluation.output_dir else "trainer.output_dir"
+    folder = Path(config.evaluation.output_dir or config.output_dir / "eval")
+    check_writable(folder, key)
+    prompts = Path(config.evaluation.prompts or config.data.prompts)
+    if prompts.resolve() in [(folder / name).resolve() for name in EVALUATION_FILES]:
+        raise ConfigError(f"{key}: the evaluation would replace the prompts {prompts}; choose another folder")
+    return folder
 
 
 def build_evaluator(

@@ -23,6 +23,7 @@ from mrlhf.rollout.sampling import SamplingParams
 from mrlhf.trainer.rollouts import Scorer, counted_response
 from mrlhf.types import RolloutBatch
 
+EVALUATION_FILES = ("eval.json", "eval_samples.jsonl")
 EVALUATION_STEP = 2**31 - 1
 """The rollout step that evaluations draw their random numbers from: no iteration of a training run gets there."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mrlhf.config_inference import GenerateConfig
 from mrlhf.data.prompts import Prompt
 from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.errors import ConfigError
 from mrlhf.folders import check_writable_file
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.launch import shutdown
@@ -40,6 +41,8 @@ def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
     model = models["actor"]
     env = jobs.check_inference(config, models, max_response_length=config.rollout.max_response_length)
     check_writable_file(output, "--output")
+    if output.resolve() == prompts.resolve():
+        raise ConfigError(f"--output: {output} is the file of the prompts, which would be lost; choose another")
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, model.vocab_size)
     dataset = read_dataset(config, tokenizer, [model])

@@ -120,6 +120,13 @@ def test_lines_and_sizes_below_the_limits_of_sentencepiece(tmp_path: Path) -> No
     assert load_tokenizer(train_tokenizer([corpus], output, vocab_size=size)).vocab_size == size
 
 
+def test_settings_that_sentencepiece_cannot_take(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'<0x41>' is the name of a byte"):
+        train_tokenizer([corpus], tmp_path / "t", vocab_size=300, special_tokens=["<0x41>"])
+    with pytest.raises(ConfigError, match="--character-coverage 0.5 must be from 0.98 to 1"):
+        train_tokenizer([corpus], tmp_path / "t", vocab_size=300, character_coverage=0.5)
+
+
 def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     file = tmp_path / "corpus.txt"
     file.write_text("some text\n")
