@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,13 @@ from mrlhf.config import to_yaml
 from mrlhf.config_sections import OutputConfig, RunConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
+from mrlhf.folders import check_writable
 from mrlhf.metrics import Writers, cut_lines, open_writers
 from mrlhf.roles.model import RoleModel
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 SAMPLE_TABLES = ("samples.jsonl", "eval_samples.jsonl")
+REPLACED_TABLES = (*SAMPLE_TABLES, "metrics.jsonl", "eval.json")
 
 
 def check_output_folder(
@@ -41,7 +43,7 @@ def check_output_folder(
     Raises:
         ConfigError: naming the folder and a way out.
     """
-    _check_writable(output)
+    check_writable(output, "trainer.output_dir")
     # Also a bare model folder: the export would be refused only after all the training.
     there = [path for path in (output / "metrics.jsonl", *written_folders(output, names)) if path.exists()]
     if continues(output, resume):
@@ -56,7 +58,7 @@ def check_output_folder(
         )
     for path in inputs:
         parents = {Path(path).resolve(), *Path(path).resolve().parents}
-        for place in written_folders(output, names):
+        for place in (*written_folders(output, names), *(output / name for name in REPLACED_TABLES)):
             if place.resolve() in parents:
                 raise ConfigError(
                     f"trainer.output_dir: the run would write {place}, but it reads {path}; choose another output_dir"
@@ -66,15 +68,6 @@ def check_output_folder(
 def continues(output: Path, resume: str) -> bool:
     """Whether what is in ``output`` is this run's: it goes on with the newest checkpoint there, or with a named one."""
     return resume == "auto" or (resume != "never" and output.resolve() in (Path(resume) / "x").resolve().parents)
-
-
-def _check_writable(output: Path) -> None:
-    """Refuse a folder that cannot be made or written: else that would be found out after the models are loaded."""
-    parent = next((place for place in (output, *output.resolve().parents) if place.exists()), Path("/"))
-    if not parent.is_dir():
-        raise ConfigError(f"trainer.output_dir: {output} cannot be a folder, since {parent} is a file; choose another")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"trainer.output_dir: {output} cannot be written: no permission in {parent}")
 
 
 def check_writers(trainer: OutputConfig) -> None:
@@ -98,7 +91,9 @@ def export_dtype(trainer: OutputConfig, source: str, run: torch.dtype) -> torch.
 def written_folders(output: Path, names: Sequence[str]) -> list[Path]:
     """Folders that a run replaces: its exports and its TensorBoard events."""
     fixed = [output / name for name in (*names, TENSORBOARD)]
-    return fixed + [path for name in names for path in output.glob(f"{name}-[0-9]*")]
+    # The number has six digits or more: a folder such as model-7b is not ours.
+    numbered = [(name, path) for name in names for path in output.glob(f"{name}-[0-9]*")]
+    return fixed + [path for name, path in numbered if re.fullmatch(r"\d{6,}", path.name[len(name) + 1 :])]
 
 
 def open_output(

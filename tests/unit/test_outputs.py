@@ -13,7 +13,7 @@ from mrlhf.checkpoint.store import CheckpointStore
 from mrlhf.config_sections import OutputConfig
 from mrlhf.errors import ConfigError
 from mrlhf.metrics import cut_lines
-from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype
+from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, written_folders
 
 
 def _check(output: Path) -> None:
@@ -30,10 +30,23 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_what_the_run_reads_is_not_replaced(tmp_path: Path) -> None:
+    for path in ("actor/x", "actor-000010", "samples.jsonl", "eval_samples.jsonl", "eval.json", "metrics.jsonl"):
+        (tmp_path / "actor-000010").mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match=r"trainer.output_dir: the run would write .*, but it reads"):
+            check_output_folder(tmp_path, ["actor"], [str(tmp_path / path)], overwrite=True)
+    kept = [str(tmp_path / name) for name in ("actor-7b", "actor-000010-mine", "prompts.jsonl")]
+    for folder in kept[:2]:
+        Path(folder).mkdir()
+    check_output_folder(tmp_path, ["actor"], kept, overwrite=True)
+    names = {path.name for path in written_folders(tmp_path, ["actor"])}
+    assert names == {"actor", "actor-000010", "tensorboard"}
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
-    with pytest.raises(ConfigError, match=r"cannot be written: no permission in .*locked"):
+    with pytest.raises(ConfigError, match=r"cannot be written: .* in .*locked"):
         _check(tmp_path / "locked" / "run")
 
 
