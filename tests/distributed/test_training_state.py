@@ -169,8 +169,15 @@ def load_elsewhere(
     return found
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    ("distributed", "tied"),
+    [
+        pytest.param(False, True, id="plain-tied"),
+        pytest.param(True, False, id="distributed-untied"),
+        pytest.param(False, False, id="plain-untied", marks=pytest.mark.slow),
+        pytest.param(True, True, id="distributed-tied", marks=pytest.mark.slow),
+    ],
+)
 def test_other_layouts_reshard(tmp_path: Path, distributed: bool, tied: bool) -> None:
     model = make_tiny_model(tmp_path / "model", tied=tied, tokenizer=False, seed=6)
     before = run_ranks(save_in_parts, 2, model, tmp_path, TP2, "fp32", distributed)

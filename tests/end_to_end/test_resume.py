@@ -106,6 +106,7 @@ def cut(output: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(PPO))
 def test_ppo_resumes_bit_for_bit_on_one_rank(kind: str, inputs: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(three_runs, 1, [kind], inputs, tmp_path, ())
