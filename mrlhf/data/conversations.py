@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mrlhf.data.tokenizer import Message, Tokenizer
+from mrlhf.errors import DataError
 
 UNSTABLE = (
     "the chat template does not write a conversation as a continuation of its beginning (message {index} from the "
@@ -62,7 +63,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> tu
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.render(messages[:index], add_generation_prompt=True)
+        before = _before(tokenizer, messages[:index])
         through = tokenizer.render(messages[: index + 1], add_generation_prompt=False)
         if len(before) < at or not (through.startswith(before) and full.startswith(through)):
             raise ValueError(UNSTABLE.format(index=index))
@@ -87,6 +88,19 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> tu
     last = max(i for i, flag in enumerate(learned) if flag)
     ids = tokenizer.finish(ids[: last + 1])
     return ids, learned[: last + 1] + [True] * (len(ids) - last - 1)
+
+
+def _before(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+    """The prompt of the next answer. Raises ValueError where there is none and the template needs one."""
+    try:
+        return tokenizer.render(messages, add_generation_prompt=True)
+    except DataError:
+        if messages:
+            raise
+        raise ValueError(
+            "the conversation begins with the assistant, for which the chat template has no beginning; put a message "
+            "before it"
+        ) from None
 
 
 def _end(tokenizer: Tokenizer, ids: list[int], start: int) -> list[int]:

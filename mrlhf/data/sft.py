@@ -226,4 +226,6 @@ def _encode(record: SFTRecord, tokenizer: Tokenizer, learn_on: LearnOn) -> SFTEx
     else:
         ids = encode_text(tokenizer, record.response)
         learned = [True] * len(ids)
+    if not any(learned[1:]):
+        raise ValueError("no token of the row is learned, since nothing stands before it")
     return SFTExample(ids, [False, *learned[1:]], record.line)

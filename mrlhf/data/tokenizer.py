@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from mrlhf.data.templates import read_template, render_jinja
 from mrlhf.errors import DataError
 
 Message = Mapping[str, Any]
@@ -110,6 +111,9 @@ class HuggingFaceBackend:
 
     def render(self, messages: Sequence[Message], template: str, add_generation_prompt: bool) -> str:
         """See `Backend`."""
+        if not messages:
+            # transformers refuses what stands before a conversation that the assistant begins.
+            return render_jinja(messages, template, add_generation_prompt, self.tokenizer.special_tokens_map)
         text: str = self.tokenizer.apply_chat_template(
             list(messages), chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -185,20 +189,12 @@ class SentencePieceBackend:
 
     def render(self, messages: Sequence[Message], template: str, add_generation_prompt: bool) -> str:
         """See `Backend`; the template sees ``bos_token`` and ``eos_token``."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         special = {
             name: self.processor.id_to_piece(i)
             for name, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id))
             if i is not None
         }
-        rendered, _ = render_jinja_template(
-            conversations=[list(messages)],
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            **special,
-        )
-        return str(rendered[0])
+        return render_jinja(messages, template, add_generation_prompt, special)
 
 
 class Tokenizer:
@@ -345,43 +341,6 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
         raise DataError(f"tokenizer.path: {where} does not exist (expected a SentencePiece .model file)")
     backend: Backend = SentencePieceBackend(str(where)) if where.is_file() else HuggingFaceBackend(str(path))
     return Tokenizer(backend, str(where), read_template(chat_template))
-
-
-def read_template(chat_template: str | None) -> str | None:
-    """Jinja source as it is; anything that cannot be one is the name of a file.
-
-    Raises:
-        DataError: neither Jinja source nor an existing file, or not valid Jinja.
-    """
-    if chat_template is None:
-        return None
-    if "{" in chat_template or "\n" in chat_template:
-        template, where = chat_template, "tokenizer.chat_template: line "
-    else:
-        file = Path(chat_template)
-        if not file.is_file():
-            raise DataError(f"tokenizer.chat_template: {chat_template!r} is neither Jinja source nor an existing file")
-        try:
-            template, where = file.read_text(encoding="utf-8-sig"), f"tokenizer.chat_template: {file}:"
-        except UnicodeDecodeError as error:
-            raise DataError(f"tokenizer.chat_template: {file} is not UTF-8 at byte {error.start}") from None
-        except OSError as error:
-            raise DataError(f"tokenizer.chat_template: {file} cannot be read: {error.strerror}") from None
-    _check_syntax(template, where)
-    return template
-
-
-def _check_syntax(template: str, where: str) -> None:
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        # With transformers' own extensions of Jinja; what the template says to no messages at all is of no interest.
-        render_jinja_template(conversations=[[]], chat_template=template)
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(f"{where}{error.lineno} is not valid Jinja: {error.message}") from None
-    except Exception:
-        return
 
 
 def _template_beside(model: Path) -> str | None:

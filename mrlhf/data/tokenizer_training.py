@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mrlhf.data.records import Fields, check_prompt, field_names, read_rows
-from mrlhf.data.tokenizer import read_template
+from mrlhf.data.templates import read_template
 from mrlhf.errors import ConfigError, DataError
 from mrlhf.folders import check_writable
 

@@ -100,6 +100,7 @@ def test_an_unstable_template_is_refused_with_the_line(tmp_path: Path) -> None:
         ({"messages": []}, "'messages' is an empty list"),
         ({"messages": say("u:hi")}, "'messages' has no message from the assistant"),
         ({"text": ["a"]}, "'text' is a list, expected a string"),
+        ({"text": "|"}, "no token of the row is learned"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: Any, message: str) -> None:

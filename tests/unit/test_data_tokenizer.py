@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mrlhf.data.conversations import encode_conversation
 from mrlhf.data.tokenizer import load_tokenizer, resolve_pad_id
 from mrlhf.errors import DataError
 
@@ -202,6 +203,19 @@ def test_chat_templates_from_files_and_folders(llama_model: Path, llama_folder: 
         load_tokenizer(llama_model, chat_template=str(file))
     with pytest.raises(DataError, match=r"tokenizer\.chat_template fails on .*: no system turn"):
         load_tokenizer(llama_model, chat_template="{{ raise_exception('no system turn') }}").encode_messages(MESSAGES)
+
+
+def test_a_conversation_that_the_assistant_begins(llama_model: Path, llama_folder: Path) -> None:
+    messages = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "a"}]
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    for path in (llama_model, llama_folder):
+        tokenizer = load_tokenizer(path, chat_template=template)
+        ids, learned = encode_conversation(tokenizer, messages)
+        assert tokenizer.decode([i for i, flag in zip(ids, learned, strict=True) if flag]).strip() == "hi"
+        tokenizer = load_tokenizer(path, chat_template=template + "{% if not messages[0]['role'] %}{% endif %}")
+        with pytest.raises(ValueError, match="begins with the assistant.*; put a message before it"):
+            encode_conversation(tokenizer, messages)
 
 
 def test_parts_of_a_message_are_not_written_as_python_does(llama_model: Path) -> None:

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "mrlhf"
 # The first entry that a module's path starts with decides; `errors` and the package itself are usable by all.
 LAYERS = {
     "errors": 0,
+    "folders": 0,
     "config": 0,
     "config_schema": 0,
     "config_algorithm": 0,
