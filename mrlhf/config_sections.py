@@ -76,7 +76,7 @@ class TokenizerConfig(Section):
     """Text to token ids and back."""
 
     path: str | None = Field(None, description="Hugging Face folder or SentencePiece .model file; null: the actor's")
-    chat_template: str | None = Field(None, description="Jinja source, or a file with it, that replaces the tokenizer's")
+    chat_template: str | None = Field(None, description="Jinja source or a file with it; null: the tokenizer's")
 
 
 class InferenceConfig(Section):
