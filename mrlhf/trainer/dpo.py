@@ -12,7 +12,7 @@ from mrlhf.rl import dpo_loss, nll_loss, sequence_logprobs
 from mrlhf.roles.language_model import learned_request
 from mrlhf.roles.model import LossFunction, RoleModel, TrainedModel, Update, in_label_frame
 from mrlhf.roles.reference import Reference
-from mrlhf.trainer import supervised
+from mrlhf.trainer import supervised, supervised_inputs
 from mrlhf.trainer.job import Job, join, load_model, read_architectures
 from mrlhf.trainer.preferences import PreferenceTrainer, pair_count, pair_plan, read_inputs
 from mrlhf.trainer.stopping import run_to_end
@@ -57,9 +57,9 @@ def read_models(config: DPOConfig) -> dict[str, ModelConfig]:
     for key, path in config.model_folders().items():
         if read_head(path) != "lm":
             raise ConfigError(f"{key}: {path} is a sequence classifier; dpo trains a language model")
-    models = {supervised.MODEL: supervised.read_start_model(config)}
+    models = {supervised_inputs.MODEL: supervised_inputs.read_start_model(config)}
     if config.reference.path is None:
-        return {**models, REFERENCE: models[supervised.MODEL]}
+        return {**models, REFERENCE: models[supervised_inputs.MODEL]}
     return {**models, **read_architectures({REFERENCE: config.reference.path})}
 
 

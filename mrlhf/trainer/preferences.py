@@ -16,7 +16,7 @@ from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import LaunchEnv
 from mrlhf.roles.micro_batches import Plan, make_pair_plan
 from mrlhf.roles.model import RoleModel
-from mrlhf.trainer import supervised
+from mrlhf.trainer import supervised_inputs
 from mrlhf.trainer.job import Job
 from mrlhf.trainer.supervised import Objective, SupervisedTrainer
 from mrlhf.types import RolloutBatch
@@ -66,14 +66,14 @@ def read_inputs(config: PreferenceConfig, models: dict[str, ModelConfig]) -> Inp
         MrlhfError: anything the user can mend.
     """
     # Before the pairs are encoded, which can take minutes.
-    env = supervised.check_job(config, models)
-    supervised.check_supervised_output(config)
+    env = supervised_inputs.check_job(config, models)
+    supervised_inputs.check_supervised_output(config)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     for model in models.values():
-        supervised.check_tokenizer(tokenizer, model.vocab_size)
+        supervised_inputs.check_tokenizer(tokenizer, model.vocab_size)
     check_same_vocabulary(config.model_folders())
-    supervised.check_tokens_of_start(config)
-    longest = min(supervised.example_length(config, model) for model in models.values())
+    supervised_inputs.check_tokens_of_start(config)
+    longest = min(supervised_inputs.example_length(config, model) for model in models.values())
     train = read_pairs(config, config.data.train, tokenizer, longest)
     validation: Pairs | None = None
     if config.data.validation:
@@ -83,7 +83,7 @@ def read_inputs(config: PreferenceConfig, models: dict[str, ModelConfig]) -> Inp
         train, validation = split_examples(
             train, config.data.validation_fraction, seed=config.seed, key=lambda pair: tuple(pair.prompt_ids)
         )
-    return Inputs(env, tokenizer, train, validation, supervised.total_steps(config, len(train.examples)))
+    return Inputs(env, tokenizer, train, validation, supervised_inputs.total_steps(config, len(train.examples)))
 
 
 def read_pairs(config: PreferenceConfig, paths: Sequence[str], tokenizer: Tokenizer, max_length: int) -> Pairs:

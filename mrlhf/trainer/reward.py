@@ -10,7 +10,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.megatron.attention import padded_causal_mask
 from mrlhf.rl import LossTerms, diverging_pairwise_loss, lengths_before_padding, pairwise_loss
 from mrlhf.roles.model import LossFunction, TrainedModel, Update, in_label_frame
-from mrlhf.trainer import supervised
+from mrlhf.trainer import supervised, supervised_inputs
 from mrlhf.trainer.job import join
 from mrlhf.trainer.preferences import Inputs, PreferenceTrainer, pair_count, pair_plan, read_inputs
 from mrlhf.trainer.stopping import run_to_end
@@ -40,7 +40,7 @@ def build_trainer(config: RewardTrainingConfig) -> PreferenceTrainer:
         raise ConfigError(
             f"model.path: {config.model.path} is a language model without a value head; set model.head to fresh or auto"
         )
-    models = {supervised.MODEL: supervised.read_start_model(config)}
+    models = {supervised_inputs.MODEL: supervised_inputs.read_start_model(config)}
     inputs = read_inputs(config, models)
     _check_margins(config, inputs)
     job = join(config, models, inputs.env)

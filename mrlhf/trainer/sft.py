@@ -12,7 +12,7 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.roles.language_model import learned_nll, learned_request, nll_loss
 from mrlhf.roles.model import TrainedModel, Update
-from mrlhf.trainer import supervised
+from mrlhf.trainer import supervised, supervised_inputs
 from mrlhf.trainer.job import join
 from mrlhf.trainer.stopping import run_to_end
 from mrlhf.trainer.supervised import SupervisedTrainer, counts_metrics, micro_batch_plan
@@ -37,17 +37,17 @@ def build_trainer(config: SFTConfig) -> SupervisedTrainer[SFTExample]:
     Raises:
         MrlhfError: as `run`.
     """
-    model = supervised.read_start_model(config)
+    model = supervised_inputs.read_start_model(config)
     if read_head(config.model.path) != "lm":
         raise ConfigError(f"model.path: {config.model.path} is a sequence classifier; sft trains a language model")
-    models = {supervised.MODEL: model}
+    models = {supervised_inputs.MODEL: model}
     # Before the examples are encoded, which can take minutes.
-    env = supervised.check_job(config, models)
-    supervised.check_supervised_output(config)
+    env = supervised_inputs.check_job(config, models)
+    supervised_inputs.check_supervised_output(config)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
-    supervised.check_tokenizer(tokenizer, model.vocab_size)
-    supervised.check_tokens_of_start(config)
-    longest = supervised.example_length(config, model)
+    supervised_inputs.check_tokenizer(tokenizer, model.vocab_size)
+    supervised_inputs.check_tokens_of_start(config)
+    longest = supervised_inputs.example_length(config, model)
     train = read_examples(config, config.data.train, tokenizer, longest)
     if config.data.validation:
         validation: ExampleSet[SFTExample] | None = read_examples(config, config.data.validation, tokenizer, longest)
@@ -58,7 +58,7 @@ def build_trainer(config: SFTConfig) -> SupervisedTrainer[SFTExample]:
         )
     else:
         validation = None
-    steps = supervised.total_steps(config, len(train.examples))
+    steps = supervised_inputs.total_steps(config, len(train.examples))
     job = join(config, models, env)
     objective = SFTObjective(config, supervised.build_trained(job, "lm", steps))
     pad_id, multiple = tokenizer.pad_id, job.pad_to_multiple

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,29 +9,25 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.hf_config import read_model_config
 from mrlhf.config_supervised import SupervisedConfig
 from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.data.vocabulary import check_same_vocabulary
-from mrlhf.errors import ConfigError, MrlhfError, join_problems
+from mrlhf.errors import MrlhfError
 from mrlhf.megatron.model import Head
 from mrlhf.megatron.optimizer import peak_memory_bytes
 from mrlhf.megatron.spec import available_parts
-from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.collectives import all_reduce_metrics
-from mrlhf.parallel.launch import LaunchEnv, detect_launch
 from mrlhf.parallel.layout import data_parallel_slice
-from mrlhf.planner import size_problems
 from mrlhf.progress import Display, open_display
 from mrlhf.roles.micro_batches import Plan, make_plan
 from mrlhf.roles.model import TrainedModel, Update
 from mrlhf.trainer.checkpointing import Checkpointer
-from mrlhf.trainer.job import Job, load_model, make_trainable, read_architectures
-from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model, open_output
+from mrlhf.trainer.job import Job, load_model, make_trainable
+from mrlhf.trainer.outputs import export_dtype, export_model, open_output
 from mrlhf.trainer.report import PhaseTimer
 from mrlhf.trainer.run_state import SupervisedRunState
 from mrlhf.trainer.stopping import StopRequest, open_heartbeat
+from mrlhf.trainer.supervised_inputs import MODEL
 from mrlhf.types import Metric, RolloutBatch, merge_metrics
 
 E = TypeVar("E")
@@ -41,9 +35,6 @@ S = TypeVar("S", bound=SupervisedConfig)
 SupervisedJob: TypeAlias = Job[SupervisedConfig]
 Collate = Callable[[Sequence[E], int], RolloutBatch]
 """Rows from examples and the number of the first one in the stream; no examples give no rows."""
-
-MODEL = "model"
-"""Name of the exported folder."""
 
 
 class Objective(Protocol):
@@ -77,97 +68,6 @@ class Validation:
 
     step: int
     metrics: dict[str, float]
-
-
-def check_job(config: SupervisedConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
-    """Find the launcher and check all sizes against its world; nothing is started.
-
-    Raises:
-        ConfigError: the launcher's variables are inconsistent, or layout, batch sizes, lengths and models do not fit
-            together.
-    """
-    env = detect_launch(os.environ)
-    train = config.train
-    problems = size_problems(
-        config.parallel.sizes(env.world_size),
-        models,
-        minibatch_size=train.batch_size,
-        micro_batch_size=train.micro_batch_size,
-        micro_batch_tokens=train.micro_batch_tokens,
-        batch_name="train.batch_size",
-    )
-    longest = config.data.max_length
-    problems += [
-        f"{role}: data.max_length {longest} is over the model's length of {model.max_position_embeddings}; lower it"
-        for role, model in models.items()
-        if longest is not None and longest > model.max_position_embeddings
-    ]
-    if problems:
-        raise ConfigError(join_problems("these sizes cannot work together:", problems))
-    return env
-
-
-def read_start_model(config: SupervisedConfig) -> ModelConfig:
-    """The architecture of ``model.path``, after a look at its weight files unless they are not needed.
-
-    Raises:
-        CheckpointError: no readable configuration or weights.
-    """
-    if config.model.init == "random":
-        return read_model_config(config.model.path)
-    return read_architectures({MODEL: config.model.path})[MODEL]
-
-
-def example_length(config: SupervisedConfig, model: ModelConfig) -> int:
-    """The longest example in tokens."""
-    return config.data.max_length or model.max_position_embeddings
-
-
-def check_supervised_output(config: SupervisedConfig) -> None:
-    """`check_output_folder` for everything that the configuration reads. Raises `ConfigError`."""
-    files = [path for path in config.data_files().values() if path]
-    inputs = [*config.model_folders().values(), config.tokenizer_path, *files]
-    trainer = config.trainer
-    check_output_folder(config.output_dir, [MODEL], inputs, overwrite=trainer.overwrite, resume=trainer.resume)
-    check_writers(config.trainer)
-
-
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer whose ids the model has no embedding for. Raises `ConfigError`."""
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary is "
-            f"{vocab_size}; use the tokenizer of the model"
-        )
-
-
-def check_tokens_of_start(config: SupervisedConfig) -> None:
-    """Refuse a tokenizer that means other text by the ids that the start model has learned.
-
-    One id in twenty may differ: fine-tuning often gives reserved tokens new names.
-
-    Raises:
-        ConfigError: naming the first id that differs.
-    """
-    if config.model.init == "loaded":
-        folders = {"tokenizer.path": config.tokenizer_path, **config.model_folders()}
-        check_same_vocabulary(folders, tolerated_share=0.05)
-
-
-def total_steps(config: SupervisedConfig, examples: int) -> int:
-    """Optimizer steps of the run.
-
-    Raises:
-        ConfigError: the warm-up is longer.
-    """
-    steps = config.trainer.iterations or math.ceil(config.trainer.epochs * examples / config.train.batch_size)
-    warmup = config.optimizer.warmup_iterations
-    if warmup > steps:
-        raise ConfigError(
-            f"optimizer.warmup_iterations {warmup} are over the run's {steps} steps ({examples} examples in batches of "
-            f"{config.train.batch_size}, {config.trainer.epochs:g} epochs); shorten the warm-up or lengthen the run"
-        )
-    return steps
 
 
 def build_trained(

@@ -69,7 +69,7 @@ def test_a_second_run_does_not_take_its_place(run: Run, inputs: Path) -> None:
     from mrlhf.config import load_config
     from mrlhf.config_supervised import SFTConfig
     from mrlhf.errors import ConfigError
-    from mrlhf.trainer.supervised import check_supervised_output
+    from mrlhf.trainer.supervised_inputs import check_supervised_output
 
     with pytest.raises(ConfigError, match="holds a run already .metrics.jsonl."):
         check_supervised_output(load_config(inputs / "sft.yaml", (), SFTConfig))

@@ -1,0 +1,111 @@
+"""What a training on written examples reads and checks before anything is started."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from mrlhf.checkpoint.hf_config import read_model_config
+from mrlhf.config_supervised import SupervisedConfig
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.data.vocabulary import check_same_vocabulary
+from mrlhf.errors import ConfigError, join_problems
+from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.launch import LaunchEnv, detect_launch
+from mrlhf.planner import size_problems
+from mrlhf.trainer.job import read_architectures
+from mrlhf.trainer.outputs import check_output_folder, check_writers
+
+MODEL = "model"
+"""Name of the trained model's role and of its exported folder."""
+
+
+def check_job(config: SupervisedConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
+    """Find the launcher and check all sizes against its world; nothing is started.
+
+    Raises:
+        ConfigError: the launcher's variables are inconsistent, or layout, batch sizes, lengths and models do not fit
+            together.
+    """
+    env = detect_launch(os.environ)
+    train = config.train
+    problems = size_problems(
+        config.parallel.sizes(env.world_size),
+        models,
+        minibatch_size=train.batch_size,
+        micro_batch_size=train.micro_batch_size,
+        micro_batch_tokens=train.micro_batch_tokens,
+        batch_name="train.batch_size",
+    )
+    longest = config.data.max_length
+    problems += [
+        f"{role}: data.max_length {longest} is over the model's length of {model.max_position_embeddings}; lower it"
+        for role, model in models.items()
+        if longest is not None and longest > model.max_position_embeddings
+    ]
+    if problems:
+        raise ConfigError(join_problems("these sizes cannot work together:", problems))
+    return env
+
+
+def read_start_model(config: SupervisedConfig) -> ModelConfig:
+    """The architecture of ``model.path``, after a look at its weight files unless they are not needed.
+
+    Raises:
+        CheckpointError: no readable configuration or weights.
+    """
+    if config.model.init == "random":
+        return read_model_config(config.model.path)
+    return read_architectures({MODEL: config.model.path})[MODEL]
+
+
+def example_length(config: SupervisedConfig, model: ModelConfig) -> int:
+    """The longest example in tokens."""
+    return config.data.max_length or model.max_position_embeddings
+
+
+def check_supervised_output(config: SupervisedConfig) -> None:
+    """`check_output_folder` for everything that the configuration reads. Raises `ConfigError`."""
+    files = [path for path in config.data_files().values() if path]
+    inputs = [*config.model_folders().values(), config.tokenizer_path, *files]
+    trainer = config.trainer
+    check_output_folder(config.output_dir, [MODEL], inputs, overwrite=trainer.overwrite, resume=trainer.resume)
+    check_writers(config.trainer)
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for. Raises `ConfigError`."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"tokenizer.path: {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary is "
+            f"{vocab_size}; use the tokenizer of the model"
+        )
+
+
+def check_tokens_of_start(config: SupervisedConfig) -> None:
+    """Refuse a tokenizer that means other text by the ids that the start model has learned.
+
+    One id in twenty may differ: fine-tuning often gives reserved tokens new names.
+
+    Raises:
+        ConfigError: naming the first id that differs.
+    """
+    if config.model.init == "loaded":
+        folders = {"tokenizer.path": config.tokenizer_path, **config.model_folders()}
+        check_same_vocabulary(folders, tolerated_share=0.05)
+
+
+def total_steps(config: SupervisedConfig, examples: int) -> int:
+    """Optimizer steps of the run.
+
+    Raises:
+        ConfigError: the warm-up is longer.
+    """
+    steps = config.trainer.iterations or math.ceil(config.trainer.epochs * examples / config.train.batch_size)
+    warmup = config.optimizer.warmup_iterations
+    if warmup > steps:
+        raise ConfigError(
+            f"optimizer.warmup_iterations {warmup} are over the run's {steps} steps ({examples} examples in batches of "
+            f"{config.train.batch_size}, {config.trainer.epochs:g} epochs); shorten the warm-up or lengthen the run"
+        )
+    return steps
