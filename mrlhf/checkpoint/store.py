@@ -81,6 +81,19 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
+def leftover_owner(root: Path) -> str | None:
+    """The id of the run whose very first save broke below ``root``: whoever starts it again goes on under that id.
+
+    Returns:
+        None where there is no such leftover, or a complete checkpoint, whose id counts then.
+    """
+    if list_checkpoints(root):
+        return None
+    broken = [p for p in root.glob("iter_*") if (match := _LEFTOVER.fullmatch(p.name)) and match[2] == "incomplete"]
+    owners = {folder: _owner(folder) for folder in sorted(broken, key=lambda path: path.stat().st_mtime)}
+    return next((owner for owner in reversed(owners.values()) if owner), None)
+
+
 class CheckpointStore:
     """The checkpoints below one folder, and the right to add to them for one run."""
 

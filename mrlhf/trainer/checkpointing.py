@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from mrlhf.checkpoint.saved import Checkpoint, FileRecord, file_names, file_records, latest, locate, verify
-from mrlhf.checkpoint.store import CheckpointStore, Rotation, new_run_id
+from mrlhf.checkpoint.store import CheckpointStore, Rotation, leftover_owner, new_run_id
 from mrlhf.checkpoint.training_state import (
     AsyncCallsQueue,
     Average,
@@ -102,7 +102,7 @@ class Checkpointer:
         """
         checkpoint = self._find()
         if checkpoint is None or self.trainer.weights_only:
-            self.run_id = all_gather_objects(new_run_id())[0]
+            self.run_id = self._new_id()
         if checkpoint is None:
             return 0
         names = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
@@ -258,6 +258,17 @@ class Checkpointer:
 
         together(look, "trainer.resume")
         return all_gather_objects(found[0])[0]
+
+    def _new_id(self) -> str:
+        """Of a run that begins: a fresh one, or that of the same run when it died in its first save."""
+        found: list[str] = []
+
+        def look() -> None:
+            if dist.get_rank() == 0:
+                found.append(leftover_owner(self.root) or new_run_id())
+
+        together(look, str(self.root))
+        return str(all_gather_objects(found)[0][0])
 
     def _compare(self, checkpoint: Checkpoint, common: Mapping[str, Any]) -> None:
         """Name what is not as it was when the checkpoint was saved; inputs must be the same unless that is allowed."""

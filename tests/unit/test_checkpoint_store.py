@@ -15,7 +15,7 @@ import pytest
 
 from mrlhf.checkpoint import saved, store
 from mrlhf.checkpoint.saved import file_records, latest, list_checkpoints, locate, previous, read_checkpoint, verify
-from mrlhf.checkpoint.store import CheckpointStore, Rotation, new_run_id
+from mrlhf.checkpoint.store import CheckpointStore, Rotation, leftover_owner, new_run_id
 from mrlhf.errors import CheckpointError
 
 
@@ -178,6 +178,18 @@ def test_a_run_that_went_back_comes_by_again(tmp_path: Path) -> None:
     assert again.sequence == 4
     assert latest(tmp_path) == again, "the newest save, not the highest iteration"
     assert [c.iteration for c in list_checkpoints(tmp_path)] == [10, 30, 20]
+
+
+def test_a_run_that_died_in_its_first_save_keeps_its_id(tmp_path: Path) -> None:
+    assert leftover_owner(tmp_path / "nowhere") is None
+    (CheckpointStore(tmp_path, "dead").prepare(10) / "part0").write_bytes(b"half")
+    (tmp_path / "iter_0000020.incomplete").mkdir()
+    assert leftover_owner(tmp_path) == "dead"
+    again = CheckpointStore(tmp_path, "dead")
+    save(again, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]
+    (CheckpointStore(tmp_path, "other").prepare(20) / "part0").write_bytes(b"half")
+    assert leftover_owner(tmp_path) is None
 
 
 class Killed(BaseException):
