@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mrlhf.checkpoint import optimizer_state
 from mrlhf.checkpoint.sharded import fill_weights, sharded_weights, use_forked_results_queue, zero_padding
-from mrlhf.errors import CheckpointError
+from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.megatron import device
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.heartbeat import is_timeout
+from mrlhf.parallel.launch import is_peer_failure
 
 STATE, TENSORS = "state.json", "tensors"
 FORMAT = 1
@@ -104,6 +107,7 @@ def save_state(
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.
+        MrlhfError: on the rank whose own failure the others do not know of.
     """
     use_forked_results_queue()
     description = {
@@ -117,12 +121,10 @@ def save_state(
     together(lambda: _write_description(Path(folder), description) if dist.get_rank() == 0 else None, f"{folder}")
     state = _sharded(models, averages, optimizer=_gathered if optimizer else None)
     state[_RANKS] = _rank_object({"state": per_rank, "rng": _rng_state()})
-    try:
+    with _agreed(f"{folder}: cannot be saved"):
         request = dist_checkpointing.save(state, str(Path(folder) / TENSORS), async_sharded_save=queue is not None)
         if queue is not None:
             queue.schedule_async_request(request)
-    except (CheckpointingException, OSError, CheckpointException) as error:
-        raise CheckpointError(f"{folder}: cannot be saved: {error}") from error
 
 
 def finish(queue: AsyncCallsQueue, *, blocking: bool) -> bool:
@@ -130,12 +132,33 @@ def finish(queue: AsyncCallsQueue, *, blocking: bool) -> bool:
 
     Raises:
         CheckpointError: on every rank, if a rank failed to write.
+        MrlhfError: on the rank whose own failure the others do not know of.
+    """
+    with _agreed("an asynchronous save failed"):
+        queue.maybe_finalize_async_calls(blocking=blocking)
+    return not queue.get_num_unfinalized_calls()
+
+
+@contextmanager
+def _agreed(what: str) -> Iterator[None]:
+    """Megatron's collective part of a save: torch tells all ranks when one could not write its tensors.
+
+    Anything else (the small files of rank 0, a fork) only the failing rank knows of, while the others wait for it in a
+    barrier: it must end, and the job with it.
     """
     try:
-        queue.maybe_finalize_async_calls(blocking=blocking)
-    except (CheckpointingException, OSError, CheckpointException) as error:
-        raise CheckpointError(f"an asynchronous save failed: {error}") from error
-    return not queue.get_num_unfinalized_calls()
+        yield
+    except CheckpointException as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    except (CheckpointingException, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and (is_peer_failure(error) or is_timeout(error)):
+            raise
+        if dist.get_world_size() == 1:
+            raise CheckpointError(f"{what}: {error}") from error
+        raise MrlhfError(
+            f"{what} on rank {dist.get_rank()}: {error}; the other ranks wait for it, so that the job ends here; "
+            "earlier checkpoints are as they were: start again with trainer.resume=auto"
+        ) from error
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
