@@ -80,6 +80,7 @@ class Checkpointer:
         self.first = 0
         """Iterations that were done before this process: 0 unless `resume` found some."""
         self._saved = 0
+        self._wanted: tuple[int, Mapping[str, float]] | None = None
         config: RunConfig = job.config
         self.config, self.settings = config, config.checkpoint
         self.root = config.output_dir / CHECKPOINTS
@@ -135,10 +136,22 @@ class Checkpointer:
             self._complete(blocking=False)
 
     def stop(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Save before the run ends early, whatever the interval, unless that has just been done."""
+        """Save before the run ends early, whatever the interval, unless that has just been done.
+
+        Raises:
+            CheckpointError: it failed, and a second time as well: the run must not say that it can go on from here.
+        """
+        self._complete(blocking=True)
+        for _ in range(2):
+            if self._saved != done:
+                self.save(done, metrics)
+                self._complete(blocking=True)
         if self._saved != done:
-            self.save(done, metrics)
-        self.finish()
+            kept = f"the newest one is that of iteration {self._saved}" if self._saved else "there is none"
+            raise CheckpointError(
+                f"the run was asked to stop after iteration {done}, but its state could not be saved, see the warnings "
+                f"above; earlier checkpoints are as they were ({kept})"
+            )
 
     def save(self, done: int, metrics: Mapping[str, float]) -> bool:
         """Save the state after ``done`` iterations; an asynchronous save goes on after this.
@@ -147,8 +160,8 @@ class Checkpointer:
             Whether it went well so far, the same on every rank.
         """
         start = time.perf_counter()
-        self._saved = done
         self._complete(blocking=True)
+        self._wanted = (done, metrics)
         store = self._store()
         folder = self.root / f"iter_{done:07d}.incomplete"
         common = {
@@ -182,8 +195,11 @@ class Checkpointer:
         return good
 
     def finish(self) -> None:
-        """Wait for a save that is under way."""
+        """Wait for a save that is under way; the one after the last iteration is tried again if it failed."""
         self._complete(blocking=True)
+        if self._wanted is not None and self._wanted[0] == self.iterations:
+            self.save(*self._wanted)
+            self._complete(blocking=True)
 
     def _complete(self, *, blocking: bool) -> bool:
         """Commit the save under way once all ranks have written; whether nothing went wrong."""
@@ -221,6 +237,7 @@ class Checkpointer:
 
         good = self._guarded(done, commit)
         if good:
+            self._saved, self._wanted = done, None
             self.message(f"checkpoint after iteration {done}: {self.root / f'iter_{done:07d}'}")
         return good
 

@@ -1,0 +1,101 @@
+"""When a run saves, what it says about saves that fail, and which checkpoint it goes on from: without any model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrlhf.config_sections import OutputConfig, RunConfig
+from mrlhf.errors import CheckpointError
+from mrlhf.trainer.checkpointing import Checkpointer
+from tests.ranks import run_ranks
+
+
+class TinyConfig(RunConfig):
+    """A configuration with nothing but an output folder."""
+
+    trainer: OutputConfig
+    folder: str
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.folder)
+
+
+@dataclass
+class Sizes:
+    """Stands for the layout."""
+
+    world_size: int = 1
+
+
+class State:
+    """A trainer that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.marks = {"data": "a"}
+
+    def models(self) -> dict[str, Any]:
+        return {}
+
+    def averages(self) -> dict[str, Any]:
+        return {}
+
+    def inputs(self) -> dict[str, Any]:
+        return dict(self.marks)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def make(output: Path, *, checkpoint: dict[str, Any] | None = None, **trainer: Any) -> tuple[Checkpointer, list[str]]:
+    config = TinyConfig.model_validate(
+        {"folder": str(output), "trainer": trainer, "checkpoint": {"interval": 2, **(checkpoint or {})}}
+    )
+    job: Any = SimpleNamespace(config=config, sizes=Sizes(), groups=None)
+    checkpointer = Checkpointer(job, config.trainer, State(), iterations=6)
+    said: list[str] = []
+    checkpointer.message = said.append
+    return checkpointer, said
+
+
+def fail(checkpointer: Checkpointer, times: int) -> None:
+    """Let the next saves fail."""
+    left, before = [times], checkpointer.state.state_dict
+
+    def broken() -> dict[str, Any]:
+        left[0] -= 1
+        return {"count": {1, 2}} if left[0] >= 0 else before()
+
+    checkpointer.state.state_dict = broken  # type: ignore[method-assign]
+
+
+def failed_saves(root: Path) -> None:
+    for asynchronous in (False, True):
+        settings = {"asynchronous": asynchronous, "on_save_error": "warn"}
+        checkpoints, said = make(root / f"stop{asynchronous}", checkpoint=settings)
+        checkpoints.resume()
+        fail(checkpoints, 2)
+        checkpoints.after(2, {})
+        assert "warning: the save after iteration 2 failed" in said[-1]
+        checkpoints.stop(2, {})
+        assert "checkpoint after iteration 2" in said[-1]
+        fail(checkpoints, 2)
+        with pytest.raises(CheckpointError, match=r"asked to stop after iteration 3, but .* that of iteration 2"):
+            checkpoints.stop(3, {})
+        fail(checkpoints, 1)
+        checkpoints.after(6, {})
+        checkpoints.finish()
+        assert "checkpoint after iteration 6" in said[-1]
+
+
+def test_a_failed_save_is_never_taken_for_a_good_one(tmp_path: Path) -> None:
+    run_ranks(failed_saves, 1, tmp_path)
