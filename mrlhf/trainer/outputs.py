@@ -47,9 +47,12 @@ def check_output_folder(
     # Also a bare model folder: the export would be refused only after all the training.
     there = [path for path in (output / "metrics.jsonl", *written_folders(output, names)) if path.exists()]
     if continues(output, resume):
-        # Without a checkpoint it died before its first one, and begins anew; a finished run has exports.
-        finished = [path for path in written_folders(output, names) if path.name != TENSORBOARD]
-        there = [] if list_checkpoints(output / CHECKPOINTS) else [path for path in finished if path.exists()]
+        # Without a checkpoint it died before its first one, and begins anew; a finished run has exports of its end.
+        models = (
+            written_folders(output, names) if not (output / "metrics.jsonl").exists() else map(output.joinpath, names)
+        )
+        finished = [path for path in models if path.name != TENSORBOARD and path.exists()]
+        there = [] if list_checkpoints(output / CHECKPOINTS) else finished
     if there and not overwrite:
         saved = ", trainer.resume=auto to go on from its checkpoints" if list_checkpoints(output / CHECKPOINTS) else ""
         raise ConfigError(
@@ -114,8 +117,10 @@ def open_output(
         cut_lines(output / name, "iteration", first_step)
     if not first_step and config.metrics_path.exists():
         # What is left of a run that is replaced would be taken for the new one's.
-        for folder in written_folders(output, names) if trainer.overwrite else [output / TENSORBOARD]:
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in written_folders(output, names):
+            # Without overwrite, exports on the way are those of this run before it died.
+            if trainer.overwrite or folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
     (output / "config.yaml").write_text(to_yaml(config))
     return open_writers(
         output,

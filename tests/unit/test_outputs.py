@@ -82,7 +82,12 @@ def test_whose_folder_it_is_when_a_run_resumes(tmp_path: Path) -> None:
         check("never")
     with pytest.raises(ConfigError, match="holds a run already"):
         check(str(tmp_path.parent / "other"))
+    (tmp_path / "actor-000010").mkdir()
     check("auto")  # a run that died before its first checkpoint
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.txt")
+    with pytest.raises(ConfigError, match=r"holds a run already \(actor-000010\)"):
+        check("auto")  # a model, but no run
+    (tmp_path / "metrics.txt").rename(tmp_path / "metrics.jsonl")
     (tmp_path / "actor").mkdir()
     with pytest.raises(ConfigError, match=r"holds a run already \(actor\)"):
         check("auto")  # a run that came to its end without any
