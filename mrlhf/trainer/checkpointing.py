@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,16 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.saved import Checkpoint, FileRecord, file_names, file_records, latest, locate, verify
+from mrlhf.checkpoint.saved import (
+    Checkpoint,
+    FileRecord,
+    file_names,
+    file_records,
+    latest,
+    list_checkpoints,
+    locate,
+    verify,
+)
 from mrlhf.checkpoint.store import CheckpointStore, Rotation, leftover_owner, new_run_id
 from mrlhf.checkpoint.training_state import (
     AsyncCallsQueue,
@@ -102,6 +112,14 @@ class Checkpointer:
             CheckpointError: on every rank: no such checkpoint, a damaged file, another architecture, or other inputs.
         """
         checkpoint = self._find()
+        own = checkpoint is not None and self.root.resolve() in checkpoint.path.resolve().parents
+        if own and self.trainer.weights_only:
+            raise CheckpointError(
+                f"trainer.weights_only begins a new run, but trainer.output_dir is that of the run whose weights it "
+                f"takes ({self.root}); choose another trainer.output_dir"
+            )
+        if not own:
+            together(lambda: self._make_room() if dist.get_rank() == 0 else None, str(self.root))
         if checkpoint is None or self.trainer.weights_only:
             self.run_id = self._new_id()
         if checkpoint is None:
@@ -275,6 +293,15 @@ class Checkpointer:
 
         together(look, "trainer.resume")
         return all_gather_objects(found[0])[0]
+
+    def _make_room(self) -> None:
+        """Move the checkpoints of a run that is replaced aside: a later ``trainer.resume=auto`` would choose them."""
+        if not self.trainer.overwrite or not list_checkpoints(self.root):
+            return
+        aside = self.root.with_name(f"{CHECKPOINTS}.replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.root.rename(aside)
+        self.message(f"trainer.overwrite: the checkpoints of the run before are now in {aside}, until the next time")
 
     def _new_id(self) -> str:
         """Of a run that begins: a fresh one, or that of the same run when it died in its first save."""

@@ -53,6 +53,8 @@ def check_output_folder(
         )
         finished = [path for path in models if path.name != TENSORBOARD and path.exists()]
         there = [] if list_checkpoints(output / CHECKPOINTS) else finished
+    elif list_checkpoints(output / CHECKPOINTS):
+        there.append(output / CHECKPOINTS)
     if there and not overwrite:
         saved = ", trainer.resume=auto to go on from its checkpoints" if list_checkpoints(output / CHECKPOINTS) else ""
         raise ConfigError(

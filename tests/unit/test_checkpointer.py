@@ -99,3 +99,25 @@ def failed_saves(root: Path) -> None:
 
 def test_a_failed_save_is_never_taken_for_a_good_one(tmp_path: Path) -> None:
     run_ranks(failed_saves, 1, tmp_path)
+
+
+def replaced_run(root: Path) -> None:
+    first, _ = make(root)
+    first.resume()
+    first.save(4, {})
+    second, said = make(root, overwrite=True)
+    assert second.resume() == 0
+    assert second.run_id != first.run_id
+    assert (root / "checkpoints.replaced" / "iter_0000004" / "complete.json").exists()
+    assert "checkpoints.replaced" in said[-1]
+    assert second.save(4, {})
+    third, _ = make(root, overwrite=True, resume="auto")
+    assert third.resume() == 4
+    assert third.run_id == second.run_id
+    light, _ = make(root, overwrite=True, resume=str(root), weights_only=True)
+    with pytest.raises(CheckpointError, match="weights_only begins a new run, .* choose another trainer.output_dir"):
+        light.resume()
+
+
+def test_a_run_that_replaces_another_one_leaves_its_checkpoints_aside(tmp_path: Path) -> None:
+    run_ranks(replaced_run, 1, tmp_path)

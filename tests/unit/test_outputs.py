@@ -98,6 +98,11 @@ def test_whose_folder_it_is_when_a_run_resumes(tmp_path: Path) -> None:
         check(resume)
     with pytest.raises(ConfigError, match="trainer.resume=auto to go on from its checkpoints"):
         check("never")
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "actor").rmdir()
+    (tmp_path / "actor-000010").rmdir()
+    with pytest.raises(ConfigError, match=r"holds a run already \(checkpoints\)"):
+        check("never")
 
 
 def test_tables_are_cut_back_to_the_iteration_that_goes_on(tmp_path: Path) -> None:
