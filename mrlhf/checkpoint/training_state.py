@@ -199,19 +199,20 @@ def load_state(
         models: by role; others in the folder are not read.
         averages: by name.
         layout: the parallel sizes now.
-        weights_only: leave optimizers, schedules and random numbers as they are.
+        weights_only: leave optimizers, schedules and random numbers as they are; averages begin as the weights.
 
     Raises:
         CheckpointError: a role, an average or the optimizers are not there, or an architecture or dtype differs; the
             message has both values.
     """
     description = read_state(folder)
-    problems = _differences(description, models, averages, weights_only=weights_only)
+    problems = _differences(description, models, {} if weights_only else averages, weights_only=weights_only)
     if problems:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(problems))
     same = description["layout"] == dict(layout) and not weights_only
     tensors = {} if weights_only else {name: optimizer_state.empty_tensors(m.trainable) for name, m in models.items()}
-    wanted = _sharded(models, averages, optimizer=None if weights_only else lambda name, _: tensors[name])
+    read = {} if weights_only else averages
+    wanted = _sharded(models, read, optimizer=None if weights_only else lambda name, _: tensors[name])
     if same:
         wanted[_RANKS] = _rank_object(None)
     loaded = _load(Path(folder), wanted, description, layout)
@@ -227,8 +228,9 @@ def load_state(
         optimizer_state.set_tensors(model.trainable, tensors[name])
         optimizer_state.set_counters(model.trainable, description["models"][name]["counters"])
     for name, average in averages.items():
+        saved = _parameters(models[average.model]) if weights_only else loaded["averages"][name]
         for key, tensor in average.tensors.items():
-            tensor.copy_(loaded["averages"][name][key])
+            tensor.copy_(saved[key])
     per_rank = loaded[_RANKS] if same else None
     if per_rank is not None:
         _set_rng_state(per_rank["rng"])
@@ -319,11 +321,7 @@ def _sharded(
                 for index, (key, kinds) in enumerate(optimizer(name, trainable).items())
             }
     for name, average in averages.items():
-        parameters = {
-            f"{index}.{key}": parameter
-            for index, chunk in enumerate(models[average.model].trainable.modules)
-            for key, parameter in chunk.named_parameters()
-        }
+        parameters = _parameters(models[average.model])
         state["averages"][name] = {
             key: make_sharded_optimizer_tensor(by_parameter[average.model][id(parameters[key])], tensor, name)
             for key, tensor in average.tensors.items()
@@ -331,6 +329,11 @@ def _sharded(
     for name, part in state["models"].items():
         add_prefix_for_sharding(part, f"{name}.")
     return state
+
+
+def _parameters(model: SavedModel) -> dict[str, torch.nn.Parameter]:
+    stages = enumerate(model.trainable.modules)
+    return {f"{index}.{key}": parameter for index, chunk in stages for key, parameter in chunk.named_parameters()}
 
 
 def _gathered(_: str, trainable: Trainable) -> optimizer_state.Tensors:

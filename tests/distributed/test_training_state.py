@@ -244,6 +244,9 @@ def refuse(model: Path, other: Path, folder: Path) -> dict[str, str]:
     ours, theirs = fresh.tensors(), run.tensors()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items() if name[:2] == "0." or "main" in name)
     assert not [name for name in ours if "exp_avg" in name], "a fresh optimizer has made no step"
+    averages = [(value, ours[name.removeprefix("average ")]) for name, value in ours.items() if "average" in name]
+    assert averages
+    assert all(torch.equal(average, weight) for average, weight in averages), "an average begins as the weights"
     half = Run(model, {}, "bf16")
     half.load(folder / "whole", weights_only=True)
     mains = [value for name, value in half.tensors().items() if name.endswith("main")]
