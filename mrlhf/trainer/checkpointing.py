@@ -89,6 +89,8 @@ class Checkpointer:
         """Shows a line to the user."""
         self.first = 0
         """Iterations that were done before this process: 0 unless `resume` found some."""
+        self.own = True
+        """Whether the run goes on in its own folder, not from another run's checkpoint."""
         self._saved = 0
         self._wanted: tuple[int, Mapping[str, float]] | None = None
         config: RunConfig = job.config
@@ -112,15 +114,15 @@ class Checkpointer:
             CheckpointError: on every rank: no such checkpoint, a damaged file, another architecture, or other inputs.
         """
         checkpoint = self._find()
-        own = checkpoint is not None and self.root.resolve() in checkpoint.path.resolve().parents
-        if own and self.trainer.weights_only:
+        self.own = own = checkpoint is None or self.root.resolve() in checkpoint.path.resolve().parents
+        if checkpoint is not None and own and self.trainer.weights_only:
             raise CheckpointError(
                 f"trainer.weights_only begins a new run, but trainer.output_dir is that of the run whose weights it "
                 f"takes ({self.root}); choose another trainer.output_dir"
             )
-        if not own:
+        if checkpoint is None or not own:
             together(lambda: self._make_room() if dist.get_rank() == 0 else None, str(self.root))
-        if checkpoint is None or self.trainer.weights_only:
+            # Also for a run that goes on from another one's checkpoint: that one may go on as well.
             self.run_id = self._new_id()
         if checkpoint is None:
             return 0
@@ -132,7 +134,7 @@ class Checkpointer:
         loaded = load_state(
             checkpoint.path,
             self.state.models(),
-            averages={} if weights_only else self.state.averages(),
+            averages=self.state.averages(),
             layout=asdict(self.job.sizes),
             weights_only=weights_only,
         )
@@ -331,7 +333,8 @@ class Checkpointer:
 
     def _go_on(self, checkpoint: Checkpoint, loaded: LoadedState) -> int:
         common = loaded.common
-        self.run_id, self.wandb_id = common["run_id"], common["wandb_id"]
+        if self.own:
+            self.run_id, self.wandb_id = common["run_id"], common["wandb_id"]
         self.state.load_state_dict(common["trainer"])
         self.first = self._saved = iteration = int(common["iteration"])
         if not loaded.same_layout:

@@ -71,8 +71,14 @@ def check_output_folder(
 
 
 def continues(output: Path, resume: str) -> bool:
-    """Whether what is in ``output`` is this run's: it goes on with the newest checkpoint there, or with a named one."""
-    return resume == "auto" or (resume != "never" and output.resolve() in (Path(resume) / "x").resolve().parents)
+    """Whether what is in ``output`` is this run's: it goes on with the newest checkpoint there, or with a named one.
+
+    A checkpoint below ``output`` but not in its ``checkpoints`` is that of another run.
+    """
+    if resume in ("auto", "never"):
+        return resume == "auto"
+    named, root = Path(resume).resolve(), (output / CHECKPOINTS).resolve()
+    return named in (output.resolve(), root) or root in named.parents
 
 
 def check_writers(trainer: OutputConfig) -> None:
@@ -102,7 +108,13 @@ def written_folders(output: Path, names: Sequence[str]) -> list[Path]:
 
 
 def open_output(
-    config: RunConfig, trainer: OutputConfig, names: Sequence[str], *, first_step: int = 0, run_id: str | None = None
+    config: RunConfig,
+    trainer: OutputConfig,
+    names: Sequence[str],
+    *,
+    first_step: int = 0,
+    run_id: str | None = None,
+    own: bool = True,
 ) -> Writers:
     """Prepare the output folder on rank 0: ``config.yaml`` and the writers of metrics, nothing of an earlier run.
 
@@ -112,17 +124,20 @@ def open_output(
         names: of the models that the run exports.
         first_step: above 0, the run goes on: the tables are cut back to the steps before it.
         run_id: of the W&B run that goes on.
+        own: it goes on with its own tables; False for one that goes on from another run's checkpoint.
     """
+    start = first_step if own else 0
     output = config.output_dir
     output.mkdir(parents=True, exist_ok=True)
     for name in SAMPLE_TABLES:
-        cut_lines(output / name, "iteration", first_step)
-    if not first_step and config.metrics_path.exists():
+        cut_lines(output / name, "iteration", start)
+    if not start and config.metrics_path.exists():
         # What is left of a run that is replaced would be taken for the new one's.
         for folder in written_folders(output, names):
             # Without overwrite, exports on the way are those of this run before it died.
             if trainer.overwrite or folder.name not in names:
                 shutil.rmtree(folder, ignore_errors=True)
+        config.metrics_path.unlink()
     (output / "config.yaml").write_text(to_yaml(config))
     return open_writers(
         output,

@@ -169,7 +169,7 @@ class PPOTrainer:
         writers = None
         if rank == 0:
             run_id = checkpoints.wandb_id
-            writers = open_output(config, config.trainer, EXPORTS, first_step=first, run_id=run_id)
+            writers = open_output(config, config.trainer, EXPORTS, first_step=first, run_id=run_id, own=checkpoints.own)
             checkpoints.wandb_id = writers.run_id
             if not first:
                 (config.output_dir / "samples.jsonl").write_text("")

@@ -171,7 +171,7 @@ class SupervisedTrainer(Generic[E]):
         writers, metrics = None, {}
         if dist.get_rank() == 0:
             run_id = checkpoints.wandb_id
-            writers = open_output(self.config, trainer, [MODEL], first_step=first, run_id=run_id)
+            writers = open_output(self.config, trainer, [MODEL], first_step=first, run_id=run_id, own=checkpoints.own)
             checkpoints.wandb_id = writers.run_id
         with (
             open_display(trainer.progress, self.steps, rank=dist.get_rank(), first_step=first) as display,

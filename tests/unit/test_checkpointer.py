@@ -101,6 +101,27 @@ def test_a_failed_save_is_never_taken_for_a_good_one(tmp_path: Path) -> None:
     run_ranks(failed_saves, 1, tmp_path)
 
 
+def forks(root: Path) -> None:
+    first, _ = make(root / "run")
+    first.resume()
+    first.wandb_id = "w"
+    first.save(4, {})
+    for resume in ("auto", str(root / "run"), str(root / "run" / "checkpoints" / "iter_0000004")):
+        again, _ = make(root / "run", resume=resume)
+        assert again.resume() == 4
+        assert (again.own, again.run_id, again.wandb_id) == (True, first.run_id, "w")
+    fork, _ = make(root / "run" / "fork", resume=str(root / "run"))
+    assert fork.resume() == 4
+    assert not fork.own
+    assert fork.run_id != first.run_id
+    assert fork.wandb_id is None
+    assert fork.save(6, {})
+
+
+def test_a_run_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_path: Path) -> None:
+    run_ranks(forks, 1, tmp_path)
+
+
 def replaced_run(root: Path) -> None:
     first, _ = make(root)
     first.resume()

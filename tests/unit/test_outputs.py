@@ -94,6 +94,8 @@ def test_whose_folder_it_is_when_a_run_resumes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", "a")
     (store.prepare(1) / "file").write_text("x")
     store.commit(1)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        check(str(tmp_path / "other"))
     for resume in ("auto", str(tmp_path), str(tmp_path / "checkpoints" / "iter_0000001")):
         check(resume)
     with pytest.raises(ConfigError, match="trainer.resume=auto to go on from its checkpoints"):
