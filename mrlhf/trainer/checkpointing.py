@@ -40,7 +40,7 @@ from mrlhf.errors import CheckpointError
 from mrlhf.megatron import device
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.trainer.job import Job
-from mrlhf.trainer.outputs import CHECKPOINTS
+from mrlhf.trainer.outputs import CHECKPOINTS, resume_now
 
 # What a resumed run may have otherwise: nothing that is computed depends on it.
 _FREE = ("trainer.", "checkpoint.", "launch.", "parallel.", "inference.")
@@ -113,9 +113,10 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank: no such checkpoint, a damaged file, another architecture, or other inputs.
         """
-        checkpoint = self._find()
+        checkpoint, how = self._find()
         self.own = own = checkpoint is None or self.root.resolve() in checkpoint.path.resolve().parents
-        if checkpoint is not None and own and self.trainer.weights_only:
+        weights_only = self.trainer.weights_only and how != "auto"
+        if checkpoint is not None and own and weights_only:
             raise CheckpointError(
                 f"trainer.weights_only begins a new run, but trainer.output_dir is that of the run whose weights it "
                 f"takes ({self.root}); choose another trainer.output_dir"
@@ -128,7 +129,6 @@ class Checkpointer:
             return 0
         names = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
         together(lambda: verify(checkpoint, names), str(checkpoint.path))
-        weights_only = self.trainer.weights_only
         if not weights_only:
             self._compare(checkpoint, read_state(checkpoint.path)["common"])
         loaded = load_state(
@@ -284,14 +284,14 @@ class Checkpointer:
         rotation = Rotation(settings.keep_last, settings.keep_every, settings.best_metric, settings.best_mode)
         return CheckpointStore(self.root, self.run_id, rotation)
 
-    def _find(self) -> Checkpoint | None:
-        """The checkpoint to resume from; rank 0 looks for it."""
-        found: list[Checkpoint | None] = [None]
+    def _find(self) -> tuple[Checkpoint | None, str]:
+        """The checkpoint to resume from, and ``trainer.resume`` as it counts now; rank 0 looks for them."""
+        found: list[tuple[Checkpoint | None, str]] = [(None, "never")]
 
         def look() -> None:
-            resume = self.trainer.resume
+            resume = resume_now(self.config.output_dir, self.trainer.resume)
             if resume != "never" and dist.get_rank() == 0:
-                found[0] = latest(self.root) if resume == "auto" else locate(Path(resume))
+                found[0] = latest(self.root) if resume == "auto" else locate(Path(resume)), resume
 
         together(look, "trainer.resume")
         return all_gather_objects(found[0])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -77,8 +78,25 @@ def continues(output: Path, resume: str) -> bool:
     """
     if resume in ("auto", "never"):
         return resume == "auto"
+    if restarted_by_torchrun():
+        return True
     named, root = Path(resume).resolve(), (output / CHECKPOINTS).resolve()
     return named in (output.resolve(), root) or root in named.parents
+
+
+def restarted_by_torchrun() -> bool:
+    """Whether torchrun has started the ranks again after a failure: the folder was looked at the first time."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def resume_now(output: Path, resume: str) -> str:
+    """``trainer.resume`` as it counts for this start.
+
+    Ranks that torchrun has started again go on with the run's own newest checkpoint, once there is one, and not again
+    with the one that ``trainer.resume`` names.
+    """
+    named = resume not in ("auto", "never")
+    return "auto" if named and restarted_by_torchrun() and list_checkpoints(output / CHECKPOINTS) else resume
 
 
 def check_writers(trainer: OutputConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,14 @@ def forks(root: Path) -> None:
     assert fork.run_id != first.run_id
     assert fork.wandb_id is None
     assert fork.save(6, {})
+    # The fork dies, and torchrun starts its ranks again: it goes on with its own checkpoint.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    for weights_only in (False, True):
+        again, _ = make(root / "run" / "fork", resume=str(root / "run"), weights_only=weights_only)
+        assert again.resume() == 6
+        assert again.run_id == fork.run_id
+    early, _ = make(root / "early", resume=str(root / "run"))
+    assert early.resume() == 4
 
 
 def test_a_run_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_path: Path) -> None:

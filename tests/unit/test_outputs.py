@@ -107,6 +107,12 @@ def test_whose_folder_it_is_when_a_run_resumes(tmp_path: Path) -> None:
         check("never")
 
 
+def test_torchrun_finds_what_the_start_before_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    check_output_folder(tmp_path, ["actor"], [], overwrite=False, resume=str(tmp_path.parent / "other"))
+
+
 def test_tables_are_cut_back_to_the_iteration_that_goes_on(tmp_path: Path) -> None:
     table = tmp_path / "metrics.jsonl"
     table.write_text('{"step": 0}\n{"step": 1, "x": "\u2028"}\n{"step": 2}\n{"step": 3, "sco')
