@@ -39,6 +39,8 @@ class Beat:
     """It does something in which no other rank takes part, so it is not waiting for one."""
     since: float
     """Seconds since the epoch."""
+    attempt: str = ""
+    """Of the job: the files of an earlier one may still be there."""
 
     def describe(self, now: float) -> str:
         """One line for people."""
@@ -49,7 +51,9 @@ class Beat:
 class Heartbeat:
     """The file of this rank, and as a context manager the watch over all of them."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, *, timeout_seconds: float = 3600.0) -> None:
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, *, timeout_seconds: float = 3600.0, attempt: str = ""
+    ) -> None:
         """Nothing is written yet.
 
         Args:
@@ -57,7 +61,9 @@ class Heartbeat:
             rank: of this process.
             world_size: number of ranks.
             timeout_seconds: of the collectives.
+            attempt: the same on all ranks of this job; files of other ones do not count.
         """
+        self.attempt = attempt
         self.folder, self.rank, self.world_size, self.timeout = folder, rank, world_size, timeout_seconds
         self._iteration, self._phase, self._steps = 0, "start", 0
         self._end = threading.Event()
@@ -100,13 +106,24 @@ class Heartbeat:
 
     def report(self) -> str:
         """Which rank is behind, in which phase, since when; then where every rank is."""
-        beats = read_beats(self.folder, self.world_size)
+        beats = self._beats()
         now = time.time()
         return "\n".join([_verdict(beats, self.world_size, now), *(f"  {beat.describe(now)}" for beat in beats)])
 
+    def _beats(self) -> list[Beat]:
+        return [beat for beat in read_beats(self.folder, self.world_size) if beat.attempt == self.attempt]
+
     def _write(self, phase: str, *, alone: bool) -> None:
         beat = Beat(
-            self.rank, socket.gethostname(), os.getpid(), self._iteration, phase, self._steps, alone, time.time()
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            self._iteration,
+            phase,
+            self._steps,
+            alone,
+            time.time(),
+            self.attempt,
         )
         # A full disk is the business of whoever has something to save.
         with suppress(OSError):
@@ -119,7 +136,7 @@ class Heartbeat:
         """Say once, half-way to the time-out, that nothing moves."""
         told = 0.0
         while not self._end.wait(min(self.timeout / 20, 30.0)):
-            newest = max((beat.since for beat in read_beats(self.folder, self.world_size)), default=time.time())
+            newest = max((beat.since for beat in self._beats()), default=time.time())
             if time.time() - newest > self.timeout / 2 and newest != told:
                 told = newest
                 still = f"no rank has begun anything for {time.time() - newest:.0f} s (launch.timeout_minutes is "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -16,21 +17,23 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from mrlhf.parallel.collectives import group_device
+from mrlhf.parallel.collectives import all_gather_objects, group_device
 from mrlhf.parallel.heartbeat import Heartbeat
 from mrlhf.parallel.launch import shutdown, stopped_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send some time before they kill a job; Slurm's ``--signal`` names one and the time."""
 STOP_FILE = "stop"
+REPEAT_SECONDS = 10.0
 _TIME, _FILE, _USR1, _TERM = 1, 2, 3, 4
 
 
 class StopRequest:
     """Notices requests to stop, and makes all ranks come to the same answer.
 
-    As a context manager it takes over SIGTERM and SIGUSR1: the first one is a request, the next one does what it did
-    before (it ends the process), so that whoever cannot wait need not.
+    As a context manager it takes over SIGTERM and SIGUSR1: the first one is a request, and one that comes later than
+    `REPEAT_SECONDS` does what it did before (it ends the process), so that whoever cannot wait need not. Earlier ones
+    are the same request: Slurm signals every process of a step, and torchrun passes on to its ranks what it gets.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class StopRequest:
         self.stop_file = folder / STOP_FILE
         self.limit = None if time_limit_minutes is None else 60.0 * time_limit_minutes
         self.group = group
-        self._signal = 0
+        self._signal, self._since = 0, 0.0
         self._before: dict[int, Any] = {}
         self._iteration = self._save = 0.0
 
@@ -99,16 +102,21 @@ class StopRequest:
         return _TIME if process_seconds() + needed > self.limit else 0
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signal and now - self._since > REPEAT_SECONDS:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+            return
+        if not self._signal:
+            self._since = now
         self._signal = max(self._signal, _TERM if number == signal.SIGTERM else _USR1)
-        # SIGTERM after SIGUSR1 is a scheduler that means it, but it may leave as much time as the first one did.
-        signal.signal(number, self._before[number])
 
 
 def open_heartbeat(folder: Path, timeout_minutes: float) -> Heartbeat:
-    """This rank's heartbeat in the output folder of its run."""
-    return Heartbeat(
-        folder / "heartbeat", dist.get_rank(), dist.get_world_size(), timeout_seconds=60.0 * timeout_minutes
-    )
+    """This rank's heartbeat in the output folder of its run; all ranks call this together."""
+    attempt = all_gather_objects(uuid.uuid4().hex[:8])[0]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Heartbeat(folder / "heartbeat", rank, size, timeout_seconds=60.0 * timeout_minutes, attempt=attempt)
 
 
 class Stoppable(Protocol):

@@ -51,6 +51,16 @@ def test_a_rank_that_never_came(tmp_path: Path) -> None:
     assert first.report().startswith("ranks [1, 2] have not come as far as the first phase")
 
 
+def test_files_of_an_earlier_job_blame_nobody(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 1, 2, attempt="dead").phase("rollout")
+    first, second = (Heartbeat(tmp_path, rank, 2, attempt="alive") for rank in range(2))
+    first.phase("start")
+    first.phase("rollout")
+    assert first.report().startswith("ranks [1] have not come as far as the first phase")
+    second.phase("start")
+    assert first.report().startswith("the others wait for rank 1 (")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
