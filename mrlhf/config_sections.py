@@ -174,7 +174,7 @@ class CheckpointConfig(Section):
     optimizer: bool = Field(True, description="save optimizers too; without them only trainer.weights_only can resume")
     asynchronous: bool = Field(False, description="write while training goes on; takes memory for a copy of the state")
     on_save_error: Literal["warn", "stop"] = Field(
-        "stop", description="after a save that failed: end the run, or go on with the checkpoints that there are"
+        "warn", description="after a save that failed: go on with a warning, or end the run"
     )
 
 
