@@ -64,6 +64,7 @@ class PPORunState:
         """Go on from there; what the run did not have before begins anew."""
         trainer = self.trainer
         trainer.stream.load_state_dict(state["stream"])
+        same_prompts = state["stream"]["fingerprint"] == trainer.dataset.fingerprint
         trainer.updater.bad_steps = state["bad_steps"]
         if trainer.updater.ptx is not None and "ptx" in state:
             trainer.updater.ptx.stream.load_state_dict(state["ptx"])
@@ -71,7 +72,8 @@ class PPORunState:
             trainer.kl_control.load_state_dict(state["kl_control"])
         if trainer.normalizer is not None and "normalizer" in state:
             trainer.normalizer.load_state_dict(state["normalizer"])
-        if state.get("rollout") is not None and trainer.config.semantics == "deepspeed_chat":
+        # Its prompts are places in the stream; those of other data would get responses that are not theirs.
+        if state.get("rollout") is not None and same_prompts and trainer.config.semantics == "deepspeed_chat":
             self._set_rollout(state["rollout"])
 
     def _rollout(self) -> dict[str, Any] | None:
