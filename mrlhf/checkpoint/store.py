@@ -3,7 +3,7 @@
 ``ROOT/iter_0000010`` is a checkpoint when it holds the marker ``complete.json``. A save goes through these steps, and
 a process that dies between any two of them leaves the earlier checkpoints as they were:
 
-1. `CheckpointStore.prepare` checks the free disk and makes ``iter_0000010.incomplete``; all ranks write into it;
+1. `CheckpointStore.prepare` checks the free disk and makes ``iter_0000010.ATTEMPT.incomplete``, where all ranks write;
 2. `CheckpointStore.commit` takes size and checksum of each file, writes the marker, renames the folder, and only then
    deletes what the rotation no longer keeps: checkpoints of the same run, never another run's.
 
@@ -41,7 +41,7 @@ from mrlhf.errors import CheckpointError
 
 OWNER = "run_id"
 """File in a folder that is being written: the id of the run that it belongs to."""
-_LEFTOVER = re.compile(r"iter_(\d+)\.(incomplete|deleted|replaced)")
+_LEFTOVER = re.compile(r"iter_(\d+)(?:\.[0-9a-f-]+)?\.(incomplete|deleted|replaced)")
 # Of the free disk beyond the expected bytes: metadata, and other writers of the same disk (logs, samples, exports).
 _MARGIN = 1.05
 
@@ -97,14 +97,16 @@ def leftover_owner(root: Path) -> str | None:
 class CheckpointStore:
     """The checkpoints below one folder, and the right to add to them for one run."""
 
-    def __init__(self, root: Path, run_id: str, rotation: Rotation | None = None) -> None:
+    def __init__(self, root: Path, run_id: str, rotation: Rotation | None = None, *, attempt: str = "") -> None:
         """Nothing is written or deleted yet.
 
         Args:
             root: the folder of the checkpoints, normally ``OUTPUT_DIR/checkpoints``; made by the first save.
             run_id: of this run, see `new_run_id`.
             rotation: what is kept; by default the last two.
+            attempt: hexadecimal, of this save: what processes of a dead attempt still write goes elsewhere then.
         """
+        self.attempt = attempt
         self.root, self.run_id, self.rotation = root, run_id, rotation or Rotation()
 
     def prepare(self, iteration: int, expected_bytes: int | None = None) -> Path:
@@ -115,14 +117,14 @@ class CheckpointStore:
             expected_bytes: size of the checkpoint; by default that of the newest one, and unchecked without one.
 
         Returns:
-            ``iter_NNNNNNN.incomplete``.
+            ``iter_NNNNNNN.incomplete``, with the attempt in its name if there is one.
 
         Raises:
             CheckpointError: the disk has not enough room, or the iteration's folder belongs to another run.
             OSError: from the file system.
         """
         target = self._folder(iteration)
-        for place in (target, _aside(target, "incomplete")):
+        for place in (target, self._incomplete(target)):
             owner = _owner(place)
             if place.exists() and owner != self.run_id and not _is_empty(place):
                 raise CheckpointError(
@@ -135,7 +137,7 @@ class CheckpointStore:
             saved = list_checkpoints(self.root)
             expected_bytes = saved[-1].bytes if saved else 0
         check_free_disk(self.root, expected_bytes)
-        folder = _aside(target, "incomplete")
+        folder = self._incomplete(target)
         folder.mkdir(exist_ok=True)
         _write_synced(folder / OWNER, self.run_id)
         return folder
@@ -164,7 +166,7 @@ class CheckpointStore:
             OSError: from the file system; the earlier checkpoints are in place then.
         """
         target = self._folder(iteration)
-        folder = _aside(target, "incomplete")
+        folder = self._incomplete(target)
         known = dict(files or {})
         rest = [name for name in file_names(folder) if name not in known]
         records = {**known, **file_records(folder, rest)}
@@ -196,7 +198,7 @@ class CheckpointStore:
 
     def abandon(self, iteration: int) -> None:
         """Remove what a failed save has written, so that it does not fill the disk; nothing if there is nothing."""
-        folder = _aside(self._folder(iteration), "incomplete")
+        folder = self._incomplete(self._folder(iteration))
         if _owner(folder) == self.run_id:
             _delete(folder)
 
@@ -234,6 +236,9 @@ class CheckpointStore:
                 folder.rename(target)
                 continue
             _delete(folder)
+
+    def _incomplete(self, target: Path) -> Path:
+        return _aside(target, f"{self.attempt}.incomplete" if self.attempt else "incomplete")
 
     def _folder(self, iteration: int) -> Path:
         return self.root / f"iter_{iteration:07d}"

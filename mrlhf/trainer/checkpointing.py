@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -92,6 +93,8 @@ class Checkpointer:
         self.own = True
         """Whether the run goes on in its own folder, not from another run's checkpoint."""
         self._saved = 0
+        # Only rank 0's counts.
+        self._attempt, self._saves = uuid.uuid4().hex[:8], 0
         self._wanted: tuple[int, Mapping[str, float]] | None = None
         config: RunConfig = job.config
         self.config, self.settings = config, config.checkpoint
@@ -113,6 +116,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank: no such checkpoint, a damaged file, another architecture, or other inputs.
         """
+        self._marks()
         checkpoint, how = self._find()
         self.own = own = checkpoint is None or self.root.resolve() in checkpoint.path.resolve().parents
         weights_only = self.trainer.weights_only and how != "auto"
@@ -182,8 +186,8 @@ class Checkpointer:
         start = time.perf_counter()
         self._complete(blocking=True)
         self._wanted = (done, metrics)
+        self._saves += 1
         store = self._store()
-        folder = self.root / f"iter_{done:07d}.incomplete"
         common = {
             "iteration": done,
             "run_id": self.run_id,
@@ -193,10 +197,16 @@ class Checkpointer:
             "trainer": self.state.state_dict(),
         }
 
+        folders: list[Path] = []
+
         def write() -> None:
-            together(lambda: store.prepare(done) if dist.get_rank() == 0 else None, "the checkpoint's folder")
+            made: list[Path] = []
+            together(
+                lambda: made.append(store.prepare(done)) if dist.get_rank() == 0 else None, "the checkpoint's folder"
+            )
+            folders.append(all_gather_objects(made)[0][0])
             save_state(
-                folder,
+                folders[0],
                 self.state.models(),
                 averages=self.state.averages(),
                 common=common,
@@ -209,7 +219,7 @@ class Checkpointer:
         good = self._guarded(done, write)
         if good:
             numbers = {name: float(value) for name, value in metrics.items()}
-            self._pending = (done, folder, numbers)
+            self._pending = (done, folders[0], numbers)
             good = self._complete(blocking=False) if self._queue is not None else self._commit()
         self.save_seconds = time.perf_counter() - start
         return good
@@ -282,7 +292,7 @@ class Checkpointer:
     def _store(self) -> CheckpointStore:
         settings = self.settings
         rotation = Rotation(settings.keep_last, settings.keep_every, settings.best_metric, settings.best_mode)
-        return CheckpointStore(self.root, self.run_id, rotation)
+        return CheckpointStore(self.root, self.run_id, rotation, attempt=f"{self._attempt}-{self._saves:x}")
 
     def _find(self) -> tuple[Checkpoint | None, str]:
         """The checkpoint to resume from, and ``trainer.resume`` as it counts now; rank 0 looks for them."""
@@ -347,6 +357,7 @@ class Checkpointer:
         return iteration
 
     def _marks(self) -> dict[str, Any]:
+        """As of the start: what the run has read, whatever lies there when it saves."""
         if self._inputs is None:
             marks = self.state.inputs() if dist.get_rank() == 0 else {}
             self._inputs = all_gather_objects(marks)[0]

@@ -192,6 +192,25 @@ def test_a_run_that_died_in_its_first_save_keeps_its_id(tmp_path: Path) -> None:
     assert leftover_owner(tmp_path) is None
 
 
+def test_a_dead_attempt_and_the_next_one_write_to_different_places(tmp_path: Path) -> None:
+    dead = CheckpointStore(tmp_path, "run", attempt="0a1b-1").prepare(10)
+    again = CheckpointStore(tmp_path, "run", attempt="0a1c-1")
+    folder = again.prepare(10)
+    assert dead != folder
+    assert not dead.exists()
+    dead.mkdir()  # by a process that outlived its job
+    (dead / "part0").write_bytes(b"late")
+    assert latest(tmp_path) is None
+    again.abandon(10)
+    assert not folder.exists()
+    verify(save(again, 10))
+    assert leftover_owner(tmp_path) is None
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["iter_0000010", "iter_0000010.0a1b-1.incomplete"], "it is nobody's"
+    again.prepare(20)
+    assert again.prepare(20).name == "iter_0000020.0a1c-1.incomplete"
+
+
 class Killed(BaseException):
     """Stands for the end of the process: nothing in the store catches it."""
 

@@ -102,6 +102,23 @@ def test_a_failed_save_is_never_taken_for_a_good_one(tmp_path: Path) -> None:
     run_ranks(failed_saves, 1, tmp_path)
 
 
+def changed_inputs(root: Path) -> None:
+    first, _ = make(root)
+    first.resume()
+    first.state.marks = {"data": "b"}  # type: ignore[attr-defined]
+    first.save(2, {})
+    again, _ = make(root, resume="auto")
+    assert again.resume() == 2, "the marks are those of what the run has read"
+    other, _ = make(root, resume="auto")
+    other.state.marks = {"data": "b"}  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="data was a, now b"):
+        other.resume()
+
+
+def test_inputs_are_marked_at_the_start(tmp_path: Path) -> None:
+    run_ranks(changed_inputs, 1, tmp_path)
+
+
 def forks(root: Path) -> None:
     first, _ = make(root / "run")
     first.resume()
