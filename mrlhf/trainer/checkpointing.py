@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import shutil
 import sys
 import time
@@ -41,7 +42,7 @@ from mrlhf.errors import CheckpointError
 from mrlhf.megatron import device
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.trainer.job import Job
-from mrlhf.trainer.outputs import CHECKPOINTS, resume_now
+from mrlhf.trainer.outputs import CHECKPOINTS, check_shared, resume_now
 
 # What a resumed run may have otherwise: nothing that is computed depends on it.
 _FREE = ("trainer.", "checkpoint.", "launch.", "parallel.", "inference.")
@@ -93,6 +94,7 @@ class Checkpointer:
         self.own = True
         """Whether the run goes on in its own folder, not from another run's checkpoint."""
         self._saved = 0
+        self._told = False
         # Only rank 0's counts.
         self._attempt, self._saves = uuid.uuid4().hex[:8], 0
         self._wanted: tuple[int, Mapping[str, float]] | None = None
@@ -115,7 +117,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank: no such checkpoint, a damaged file, another architecture, or other inputs.
+            ConfigError: on every rank: there are to be checkpoints, but the ranks do not share the output folder.
         """
+        if self.settings.interval:
+            check_shared(self.config.output_dir)
         self._marks()
         checkpoint, how = self._find()
         self.own = own = checkpoint is None or self.root.resolve() in checkpoint.path.resolve().parents
@@ -187,6 +192,7 @@ class Checkpointer:
         self._complete(blocking=True)
         self._wanted = (done, metrics)
         self._saves += 1
+        self._look_for_best(metrics)
         store = self._store()
         common = {
             "iteration": done,
@@ -196,7 +202,6 @@ class Checkpointer:
             "config": _flat(self.config.model_dump(mode="json")),
             "trainer": self.state.state_dict(),
         }
-
         folders: list[Path] = []
 
         def write() -> None:
@@ -288,6 +293,18 @@ class Checkpointer:
             self.message(f"warning: the save after iteration {done} failed, the run goes on: {error}")
             return False
         return True
+
+    def _look_for_best(self, metrics: Mapping[str, float]) -> None:
+        """Say once that the metric of the best is not there: misspelt, or not measured in this iteration."""
+        name = self.settings.best_metric
+        if name is not None and name not in metrics and not self._told:
+            self._told = True
+            near = difflib.get_close_matches(name, metrics, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            self.message(
+                f"warning: checkpoint.best_metric={name} is not among the metrics of this iteration, so that its "
+                f"checkpoint cannot be the best{hint}"
+            )
 
     def _store(self) -> CheckpointStore:
         settings = self.settings

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import sys
+import time
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.folders import check_writable
 from mrlhf.metrics import Writers, cut_lines, open_writers
+from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.roles.model import RoleModel
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
@@ -69,6 +72,48 @@ def check_output_folder(
                 raise ConfigError(
                     f"trainer.output_dir: the run would write {place}, but it reads {path}; choose another output_dir"
                 )
+
+
+def check_shared(output: Path, seconds: float = 30.0) -> None:
+    """Refuse an output folder that is not the same one for all ranks, such as a disk of each node; all call this.
+
+    Args:
+        output: the run's folder; rank 0 makes it.
+        seconds: that a network file system may take to show the others what rank 0 has written.
+
+    Raises:
+        ConfigError: on every rank, with the ranks that see another folder.
+    """
+    token = all_gather_objects(uuid.uuid4().hex)[0]
+    mark, problem = output / ".shared", ""
+    if dist.get_rank() == 0:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            mark.write_text(token)
+        except OSError as error:
+            problem = f"{output} cannot be written: {error}"
+    problem = all_gather_objects(problem)[0]
+    if problem:
+        raise ConfigError(f"trainer.output_dir: {problem}")
+    seen, deadline = _reads(mark, token), time.monotonic() + seconds
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.2)
+        seen = _reads(mark, token)
+    blind = [rank for rank, sees in enumerate(all_gather_objects(seen)) if not sees]
+    if dist.get_rank() == 0:
+        mark.unlink(missing_ok=True)
+    if blind:
+        raise ConfigError(
+            f"trainer.output_dir: {output} is another folder for ranks {blind} than for rank 0, but all ranks write "
+            "checkpoints into it; choose one on a file system that all nodes share, or checkpoint.interval=0"
+        )
+
+
+def _reads(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False
 
 
 def continues(output: Path, resume: str) -> bool:

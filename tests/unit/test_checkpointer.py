@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mrlhf.config_sections import OutputConfig, RunConfig
-from mrlhf.errors import CheckpointError
+from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.trainer.checkpointing import Checkpointer
+from mrlhf.trainer.outputs import check_shared
 from tests.ranks import run_ranks
 
 
@@ -119,6 +121,20 @@ def test_inputs_are_marked_at_the_start(tmp_path: Path) -> None:
     run_ranks(changed_inputs, 1, tmp_path)
 
 
+def misspelt(root: Path) -> None:
+    checkpoints, said = make(root, checkpoint={"best_metric": "scores_mean"})
+    checkpoints.resume()
+    for done in (2, 4):
+        checkpoints.after(done, {"score_mean": 1.0, "x": 2.0})
+    found = [line for line in said if "best_metric" in line]
+    assert len(found) == 1
+    assert "did you mean score_mean?" in found[0]
+
+
+def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
+    run_ranks(misspelt, 1, tmp_path)
+
+
 def forks(root: Path) -> None:
     first, _ = make(root / "run")
     first.resume()
@@ -168,3 +184,17 @@ def replaced_run(root: Path) -> None:
 
 def test_a_run_that_replaces_another_one_leaves_its_checkpoints_aside(tmp_path: Path) -> None:
     run_ranks(replaced_run, 1, tmp_path)
+
+
+def shared(root: Path) -> str:
+    check_shared(root / "one")
+    dist.barrier()  # rank 0 takes its mark away
+    assert not (root / "one" / ".shared").exists()
+    with pytest.raises(ConfigError) as caught:
+        check_shared(root / f"node{dist.get_rank()}", seconds=0.5)
+    return str(caught.value)
+
+
+def test_an_output_folder_of_each_node_is_refused_at_the_start(tmp_path: Path) -> None:
+    for message in run_ranks(shared, 2, tmp_path):
+        assert "is another folder for ranks [1] than for rank 0" in message
