@@ -226,7 +226,7 @@ def _end_ids(config: PPOConfig) -> dict[str, Any]:
     masked = masked.replace(scores=torch.ones(only.size), **_zeros(masked))
     rewards = add_advantages(masked, ShapingSettings(), None).rewards
     out["only"] = only.response_lengths.tolist(), only.truncated.tolist(), rewards, only.prompt_lengths.tolist()
-    trainer.sampler._previous = None
+    trainer.sampler.previous = None
     _configure(trainer, "deepspeed_chat", vocabulary, 0)
     with pytest.raises(MrlhfError, match="every response of the first rollout has at most one token"):
         trainer.sampler.sample(samples, 0)
