@@ -118,6 +118,8 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
     import torch
     import torch.distributed as dist
 
+    from mrlhf.parallel.rendezvous import fresh_store, keeps_store
+
     cuda = torch.cuda.is_available()
     if backend == "nccl" and not cuda:
         raise ConfigError("launch.backend is nccl, but this process sees no CUDA device; use gloo or auto")
@@ -149,6 +151,10 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
         MASTER_ADDR=str(env.master_addr),
         MASTER_PORT=str(env.master_port),
     )
+    if keeps_store(os.environ):
+        store = fresh_store(str(env.master_addr), int(env.master_port or 0), env.rank, env.world_size, timeout)
+        dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+        return env
     dist.init_process_group(chosen, init_method="env://", timeout=timeout)
     return env
 

@@ -165,6 +165,21 @@ def test_sigterm_saves_and_exits_with_75(inputs: Path, tmp_path: Path) -> None:
     assert tables(output) == tables(tmp_path / "whole")
 
 
+def _kill_in_each_phase(process: subprocess.Popen[str], output: Path) -> None:
+    """SIGKILL for one of two ranks in one phase of each start, the ranks in turn."""
+    killed: dict[str, int] = {}
+    for index, phase in enumerate(PHASES):
+        deadline = time.monotonic() + 150
+        while phase not in killed:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, f"no rank came to the phase {phase}"
+            for beat in read_beats(output / "heartbeat", 2):
+                if beat.rank == index % 2 and beat.phase == phase and beat.pid not in killed.values():
+                    os.kill(beat.pid, signal.SIGKILL)
+                    killed[phase] = beat.pid
+            time.sleep(0.002)
+
+
 @pytest.mark.slow
 def test_torchrun_brings_a_job_back_that_is_killed_in_each_phase(inputs: Path, whole: Whole, tmp_path: Path) -> None:
     _, written = whole("tp")
@@ -172,18 +187,14 @@ def test_torchrun_brings_a_job_back_that_is_killed_in_each_phase(inputs: Path, w
     arguments = _settings(inputs, output, *LAYOUTS["tp"])
     restarts = ["--max-restarts", str(len(PHASES)), "--monitor-interval", "0.1"]
     process = _started(arguments, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts)
-    killed: dict[str, int] = {}
-    for index, phase in enumerate(PHASES):
-        deadline = time.monotonic() + 150
-        while phase not in killed:
-            assert process.poll() is None
-            assert time.monotonic() < deadline, f"no rank came to the phase {phase}"
-            for beat in read_beats(output / "heartbeat", 2):
-                if beat.rank == index % 2 and beat.phase == phase and beat.pid not in killed.values():
-                    os.kill(beat.pid, signal.SIGKILL)
-                    killed[phase] = beat.pid
-            time.sleep(0.002)
-    _, said = process.communicate(timeout=300)
+    try:
+        _kill_in_each_phase(process, output)
+        _, said = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            # The agent ends its ranks.
+            process.terminate()
+            process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert tables(output) == written
     final = latest(output / "checkpoints")
