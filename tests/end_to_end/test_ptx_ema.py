@@ -183,4 +183,5 @@ def test_a_run_logs_and_exports(inputs: Path, tmp_path: Path) -> None:
     assert "ptx_loss" not in first
     assert 0 < second["ptx_loss"] < 10
     assert second["ptx_updates"] == 4
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"actor", "critic", "ema"}
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert folders == {"actor", "critic", "ema", "heartbeat"}
