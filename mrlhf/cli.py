@@ -7,8 +7,9 @@ import os
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -24,7 +25,7 @@ from mrlhf.parallel.launch import detect_launch, run_guarded
 
 app = typer.Typer(
     name="mrlhf",
-    help="PPO for language models on Megatron-Core. Every command also runs under torchrun, srun and mpirun.",
+    help="RLHF for language models on Megatron-Core. Every command also runs under torchrun, srun and mpirun.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -53,6 +54,7 @@ app.add_typer(tokenizer_app, name="tokenizer")
 
 
 C = TypeVar("C", bound=RunConfig)
+P = ParamSpec("P")
 
 
 class SemanticsChoice(str, Enum):
@@ -109,6 +111,29 @@ class ConfigCommand(TyperCommand):
             formatter.write(f"  {option.name}: {option.type} = {option.default}\n      {option.description}\n")
 
 
+def _configured_by(schema: type[RunConfig]) -> type[ConfigCommand]:
+    return type(f"{schema.__name__}Command", (ConfigCommand,), {"schema": schema})
+
+
+def _guarded(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Our own errors become one message and status 2; a number that the command returns is the exit status."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        """See `_guarded`."""
+        # What Megatron-Core and torch say about their own internals tells the user nothing.
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+        try:
+            status = run_guarded(partial(command, *args, **kwargs), detect_launch(os.environ))
+        except MrlhfError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        if status:
+            raise typer.Exit(status)
+
+    return run
+
+
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file; all keys may also be key=value.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
@@ -121,75 +146,46 @@ Dtype = Annotated[DtypeChoice | None, typer.Option(help="Number format written; 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
 
 
-@app.command(cls=ConfigCommand)
-def ppo(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
-    """Train an actor with PPO."""
-    _train(PPOConfig, "mrlhf.trainer.ppo", config, overrides, print_config)
+def _add_training(name: str, schema: type[RunConfig], module: str, summary: str) -> None:
+    """Add the command ``name``, which hands a configuration to ``run`` of ``module``."""
+
+    @app.command(name, cls=_configured_by(schema), help=summary)
+    @_guarded
+    def train(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> int | None:
+        """Called with what the user has given."""
+        return _run(schema, module, config, overrides, print_config)
 
 
-class SFTCommand(ConfigCommand):
-    """`ConfigCommand` of supervised fine-tuning."""
-
-    schema = SFTConfig
-
-
-@app.command(cls=SFTCommand)
-def sft(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
-    """Fine-tune a language model on prompts with responses, chats or texts."""
-    _train(SFTConfig, "mrlhf.trainer.sft", config, overrides, print_config)
-
-
-class RewardCommand(ConfigCommand):
-    """`ConfigCommand` of reward model training."""
-
-    schema = RewardTrainingConfig
+_add_training("ppo", PPOConfig, "mrlhf.trainer.ppo", "Train an actor with PPO.")
+_add_training(
+    "sft", SFTConfig, "mrlhf.trainer.sft", "Fine-tune a language model on prompts with responses, chats or texts."
+)
+_add_training("reward", RewardTrainingConfig, "mrlhf.trainer.reward", "Train a reward model on preference pairs.")
+_add_training(
+    "dpo",
+    DPOConfig,
+    "mrlhf.trainer.dpo",
+    "Train a language model on preference pairs, without a reward model (DPO, IPO, SLiC).",
+)
 
 
-@app.command(cls=RewardCommand)
-def reward(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
-    """Train a reward model on preference pairs."""
-    _train(RewardTrainingConfig, "mrlhf.trainer.reward", config, overrides, print_config)
-
-
-class DPOCommand(ConfigCommand):
-    """`ConfigCommand` of direct preference optimisation."""
-
-    schema = DPOConfig
-
-
-@app.command(cls=DPOCommand)
-def dpo(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
-    """Train a language model on preference pairs, without a reward model (DPO, IPO, SLiC)."""
-    _train(DPOConfig, "mrlhf.trainer.dpo", config, overrides, print_config)
-
-
-class EvalCommand(ConfigCommand):
-    """`ConfigCommand` of an evaluation."""
-
-    schema = EvalConfig
-
-
-class GenerateCommand(ConfigCommand):
-    """`ConfigCommand` of a generation."""
-
-    schema = GenerateConfig
-
-
-@app.command("eval", cls=EvalCommand)
+@app.command("eval", cls=_configured_by(EvalConfig))
+@_guarded
 def evaluate(
     config: ConfigArgument,
     overrides: Overrides = None,
     prompts: Annotated[Path | None, typer.Option(help="Held-out prompts; by default evaluation.prompts.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write; by default trainer.output_dir/eval.")] = None,
     print_config: PrintConfig = False,
-) -> None:
+) -> int | None:
     """Score the actor beside the reference on held-out prompts: mean score, win rate, KL, length, samples."""
     chosen = [f"evaluation.prompts={prompts}"] if prompts else []
     chosen += [f"evaluation.output_dir={output}"] if output else []
-    _train(EvalConfig, "mrlhf.trainer.evaluate", config, [*(overrides or []), *chosen], print_config)
+    return _run(EvalConfig, "mrlhf.trainer.evaluate", config, [*(overrides or []), *chosen], print_config)
 
 
-@app.command(cls=GenerateCommand)
+@app.command(cls=_configured_by(GenerateConfig))
+@_guarded
 def generate(
     config: ConfigArgument,
     overrides: Overrides = None,
@@ -198,41 +194,35 @@ def generate(
     print_config: PrintConfig = False,
 ) -> None:
     """Sample responses to prompts from the actor of a configuration."""
+    chosen = [f"data.prompts={prompts}"] if prompts else []
+    loaded = _load(config, [*(overrides or []), *chosen], GenerateConfig)
+    if print_config:
+        _print_on_first_rank(to_yaml(loaded))
+        return
+    check_files(loaded, sections=("actor", "tokenizer", "data"))
+    from mrlhf.trainer.generate import run
 
-    def work() -> None:
-        chosen = [f"data.prompts={prompts}"] if prompts else []
-        loaded = _load(config, [*(overrides or []), *chosen], GenerateConfig)
-        if print_config:
-            _print_on_first_rank(to_yaml(loaded))
-            return
-        check_files(loaded, sections=("actor", "tokenizer", "data"))
-        from mrlhf.trainer.generate import run
-
-        target = output or Path(loaded.trainer.output_dir) / "responses.jsonl"
-        run(loaded, prompts=Path(loaded.data.prompts), output=target)
-
-    _guarded(work)
+    target = output or Path(loaded.trainer.output_dir) / "responses.jsonl"
+    run(loaded, prompts=Path(loaded.data.prompts), output=target)
 
 
 @app.command()
+@_guarded
 def parity(
     folder: Annotated[Path, typer.Argument(help="Recording: actor/, reward/ and expected.json.")],
     overrides: Overrides = None,
     semantics: Annotated[
         SemanticsChoice | None, typer.Option(help="By default from expected.json or the folder's name.")
     ] = None,
-) -> None:
+) -> int:
     """Replay a recorded PPO trajectory under a parallel layout and compare every number."""
+    from mrlhf.trainer.parity import run
 
-    def work() -> int:
-        from mrlhf.trainer.parity import run
-
-        return int(run(folder, list(overrides or []), semantics.value if semantics else None))
-
-    _guarded(work)
+    return int(run(folder, list(overrides or []), semantics.value if semantics else None))
 
 
 @convert_app.command("import")
+@_guarded
 def convert_import(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
     target: Annotated[Path, typer.Argument(help="Megatron weights folder to write.")],
@@ -245,24 +235,21 @@ def convert_import(
     ] = None,
 ) -> None:
     """Turn a Hugging Face folder into a Megatron weights folder."""
+    from mrlhf.checkpoint.convert import DTYPES, import_hf
 
-    def work() -> None:
-        from mrlhf.checkpoint.convert import DTYPES, import_hf
-
-        import_hf(
-            source,
-            target,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            head=head.value if head else None,
-            dtype=DTYPES[dtype.value] if dtype else None,
-            overwrite=overwrite,
-        )
-
-    _guarded(work)
+    import_hf(
+        source,
+        target,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        head=head.value if head else None,
+        dtype=DTYPES[dtype.value] if dtype else None,
+        overwrite=overwrite,
+    )
 
 
 @convert_app.command("export")
+@_guarded
 def convert_export(
     source: Annotated[
         Path, typer.Argument(help="Megatron weights folder, a checkpoint, or a run's output folder (the newest one).")
@@ -277,35 +264,23 @@ def convert_export(
     ] = None,
 ) -> None:
     """Turn a Megatron weights folder, or a model of a run's checkpoint, into a Hugging Face folder."""
+    from mrlhf.checkpoint.convert import DTYPES, export_megatron
+    from mrlhf.checkpoint.convert_state import export_state, is_run_folder
 
-    def work() -> None:
-        from mrlhf.checkpoint.convert import DTYPES, export_megatron
-        from mrlhf.checkpoint.convert_state import export_state, is_run_folder
-
-        if role is not None or is_run_folder(source):
-            export_state(
-                source,
-                target,
-                role.value if role else None,
-                tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
-                dtype=DTYPES[dtype.value] if dtype else None,
-                overwrite=overwrite,
-            )
-            return
-        export_megatron(
-            source,
-            target,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            dtype=DTYPES[dtype.value] if dtype else None,
-            overwrite=overwrite,
-        )
-
-    _guarded(work)
+    from_run = role is not None or is_run_folder(source)
+    export = partial(export_state, role=role.value if role else None) if from_run else export_megatron
+    export(
+        source,
+        target,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        dtype=DTYPES[dtype.value] if dtype else None,
+        overwrite=overwrite,
+    )
 
 
 @tokenizer_app.command("train")
+@_guarded
 def tokenizer_train(
     corpus: Annotated[list[Path], typer.Argument(help="Text files, or JSONL, Parquet or CSV files (see --key).")],
     vocab_size: Annotated[int, typer.Option(min=1, help="Number of ids, special tokens and bytes included.")],
@@ -323,26 +298,22 @@ def tokenizer_train(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a SentencePiece tokenizer on a corpus."""
+    from mrlhf.data.tokenizer import load_tokenizer
+    from mrlhf.data.tokenizer_training import train_tokenizer
 
-    def work() -> None:
-        from mrlhf.data.tokenizer import load_tokenizer
-        from mrlhf.data.tokenizer_training import train_tokenizer
-
-        folder = train_tokenizer(
-            corpus,
-            output,
-            vocab_size=vocab_size,
-            model_type=model_type.value,
-            character_coverage=character_coverage,
-            byte_fallback=byte_fallback,
-            special_tokens=special_token or (),
-            chat_template=chat_template,
-            key=key,
-            overwrite=overwrite,
-        )
-        typer.echo(f"{folder}: {load_tokenizer(folder).vocab_size} ids")
-
-    _guarded(work)
+    folder = train_tokenizer(
+        corpus,
+        output,
+        vocab_size=vocab_size,
+        model_type=model_type.value,
+        character_coverage=character_coverage,
+        byte_fallback=byte_fallback,
+        special_tokens=special_token or (),
+        chat_template=chat_template,
+        key=key,
+        overwrite=overwrite,
+    )
+    typer.echo(f"{folder}: {load_tokenizer(folder).vocab_size} ids")
 
 
 def main() -> None:
@@ -350,19 +321,15 @@ def main() -> None:
     app()
 
 
-def _train(schema: type[C], module: str, config: str, overrides: list[str] | None, print_config: bool) -> None:
+def _run(schema: type[C], module: str, config: str, overrides: list[str] | None, print_config: bool) -> int | None:
     """Read the configuration and call ``module.run`` with it; ``module`` is imported only once the files are there."""
-
-    def work() -> int | None:
-        loaded = _load(config, overrides, schema)
-        if print_config:
-            _print_on_first_rank(to_yaml(loaded))
-            return None
-        check_files(loaded)
-        status: int | None = importlib.import_module(module).run(loaded)
-        return status
-
-    _guarded(work)
+    loaded = _load(config, overrides, schema)
+    if print_config:
+        _print_on_first_rank(to_yaml(loaded))
+        return None
+    check_files(loaded)
+    status: int | None = importlib.import_module(module).run(loaded)
+    return status
 
 
 def _load(config: str, overrides: list[str] | None, schema: type[C]) -> C:
@@ -375,16 +342,3 @@ def _load(config: str, overrides: list[str] | None, schema: type[C]) -> C:
 def _print_on_first_rank(text: str) -> None:
     if detect_launch(os.environ).rank == 0:
         typer.echo(text, nl=False)
-
-
-def _guarded(work: Callable[[], int | None]) -> None:
-    """Run ``work``; our own errors become one message and status 2, a number that it returns the exit status."""
-    # What Megatron-Core and torch say about their own internals tells the user nothing.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    try:
-        status = run_guarded(work, detect_launch(os.environ))
-    except MrlhfError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    if status:
-        raise typer.Exit(status)

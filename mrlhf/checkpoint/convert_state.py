@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed.checkpoint.api import CheckpointException
 
 from mrlhf.checkpoint.convert import conversion_sizes, world, world_size
 from mrlhf.checkpoint.hf_config import model_config_from_dict
@@ -18,7 +15,8 @@ from mrlhf.checkpoint.hf_export import DEFAULT_SHARD_SIZE, export_hf
 from mrlhf.checkpoint.names import OUTPUT_BIAS, OUTPUT_WEIGHT, add_value_bias
 from mrlhf.checkpoint.saved import locate, verify
 from mrlhf.checkpoint.sharded import fill_weights, sharded_weights, zero_padding
-from mrlhf.checkpoint.training_state import TENSORS, read_state
+from mrlhf.checkpoint.training_state import TENSORS, load_tensors, read_state
+from mrlhf.data.templates import read_template
 from mrlhf.errors import CheckpointError
 from mrlhf.megatron.groups import build_groups
 from mrlhf.megatron.model import build_model
@@ -84,7 +82,7 @@ def export_state(
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             tokenizer=settings["tokenizer.path"],
-            chat_template=_template(settings["tokenizer.chat_template"]),
+            chat_template=read_template(settings["tokenizer.chat_template"]),
         )
 
 
@@ -106,13 +104,6 @@ def _role(path: Path, state: dict[str, Any], role: str | None) -> str:
     return role
 
 
-def _template(given: str | None) -> str | None:
-    """The Jinja source that ``tokenizer.chat_template`` is, or names."""
-    if given is None or "{" in given or "\n" in given:
-        return given
-    return Path(given).read_text(encoding="utf-8")
-
-
 def _head(path: Path, name: str) -> tuple[str, bool]:
     """The kind of head, and whether it has a bias; a tied language model has no output layer of its own."""
     found = dist_checkpointing.load_tensors_metadata(str(path / TENSORS))
@@ -125,11 +116,5 @@ def _head(path: Path, name: str) -> tuple[str, bool]:
 def _load(chunks: Any, path: Path, role: str, groups: Any) -> None:
     wanted = sharded_weights(chunks, groups)
     add_prefix_for_sharding(wanted, f"{role}.")
-    try:
-        loaded, _, absent = dist_checkpointing.load(wanted, str(path / TENSORS), strict=StrictHandling.RETURN_ALL)
-    except (CheckpointingException, CheckpointException, KeyError, OSError, EOFError) as error:
-        raise CheckpointError(f"{path}: cannot be loaded: {error}") from error
-    missing = sorted(key for key in absent if not key.endswith("_extra_state"))
-    if missing:
-        raise CheckpointError(f"{path}: misses {'; '.join(missing[:20])}")
+    loaded = load_tensors(path, wanted, f"{path}")
     fill_weights(chunks, {part: loaded[part] for part in wanted}, path)

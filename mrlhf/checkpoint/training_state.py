@@ -215,7 +215,8 @@ def load_state(
     wanted = _sharded(models, read, optimizer=None if weights_only else lambda name, _: tensors[name])
     if same:
         wanted[_RANKS] = _rank_object(None)
-    loaded = _load(Path(folder), wanted, description, layout)
+    where = f"{folder} (saved with {_layout(description['layout'])}, now {_layout(layout)})"
+    loaded = load_tensors(Path(folder), wanted, where)
     for name, model in models.items():
         part = loaded["models"][name]
         fill_weights(model.trainable.modules, part["weights"], folder)
@@ -350,10 +351,17 @@ def _rank_object(value: Any) -> ShardedObject:
     return ShardedObject(_RANKS, value, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
-def _load(
-    folder: Path, wanted: dict[str, Any], description: dict[str, Any], layout: Mapping[str, Any]
-) -> dict[str, Any]:
-    where = f"{folder} (saved with {_layout(description['layout'])}, now {_layout(layout)})"
+def load_tensors(folder: Path, wanted: dict[str, Any], where: str) -> dict[str, Any]:
+    """Everything that ``wanted`` describes, from a folder of `save_state`; all ranks call this together.
+
+    Args:
+        folder: of the state.
+        wanted: sharded tensors and objects.
+        where: what messages begin with.
+
+    Raises:
+        CheckpointError: a file cannot be read, or something is not there.
+    """
     try:
         loaded, _, absent = dist_checkpointing.load(wanted, str(folder / TENSORS), strict=StrictHandling.RETURN_ALL)
     except (CheckpointingException, CheckpointException, KeyError, OSError, EOFError) as error:

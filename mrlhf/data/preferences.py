@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from mrlhf.data.conversations import encode_answer
+from mrlhf.data.examples import ExampleKind, Overlong, load_examples
 from mrlhf.data.records import (
     Fields,
     check_messages,
@@ -20,17 +20,13 @@ from mrlhf.data.records import (
     check_text,
     field_names,
     kind,
-    nothing_left,
-    place,
-    read_rows,
 )
 from mrlhf.data.stream import ExampleSet
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import DataError
+from mrlhf.rl import response_masks
 from mrlhf.types import RolloutBatch
 
 Messages = list[dict[str, Any]]
-Overlong = Literal["error", "drop", "truncate"]
 EXPECTED = '{"prompt": "...", "chosen": "...", "rejected": "..."} or {"chosen": [messages], "rejected": [messages]}'
 
 
@@ -43,6 +39,11 @@ class PreferenceRecord:
     rejected: str
     margin: float
     line: int
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the chat template is needed."""
+        return not isinstance(self.prompt, str)
 
 
 @dataclass(frozen=True)
@@ -104,43 +105,20 @@ def load_preferences(
     """
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong must be one of {', '.join(get_args(Overlong))}, not {overlong!r}")
-    tokenizer.finish([])
-    parse = partial(_parse, keys=(prompt_key, chosen_key, rejected_key, margin_key))
-    examples: list[PreferenceExample] = []
-    skipped = dropped = truncated = 0
-    for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        records, bad = read_rows(path, parse, noun="preference pair", expected=EXPECTED, skip_bad_lines=skip_bad_lines)
-        skipped += bad
-        if any(not isinstance(r.prompt, str) for r in records):
-            tokenizer.require_chat_template()
-        for record in records:
-            where = place(path, record.line)
-            try:
-                example = _encode(record, tokenizer)
-            except (ValueError, DataError) as error:
-                if not skip_bad_lines:
-                    raise DataError(f"{where}: {error}") from error
-                skipped += 1
-                continue
-            if example.length > max_length:
-                if overlong == "error":
-                    raise DataError(
-                        f"{where}: the longer answer ends at token {example.length}, data.max_length is {max_length}; "
-                        "raise it, or set data.overlong to drop or truncate"
-                    )
-                cut = _cut(example, max_length) if overlong == "truncate" else None
-                if cut is None:
-                    dropped += 1
-                    continue
-                example = cut
-                truncated += 1
-            examples.append(example)
-    if not examples:
-        raise DataError(nothing_left("pair", paths, "data", max_length, dropped, skipped))
-    digest = hashlib.sha256()
-    for e in examples:
-        digest.update(f"{e.prompt_ids} {e.chosen_ids} {e.rejected_ids} {e.margin}\n".encode())
-    return ExampleSet(examples, digest.hexdigest(), skipped, dropped, truncated)
+    kind = ExampleKind(
+        noun="preference pair",
+        unit="pair",
+        expected=EXPECTED,
+        parse=partial(_parse, keys=(prompt_key, chosen_key, rejected_key, margin_key)),
+        encode=partial(_encode, tokenizer=tokenizer),
+        length=lambda example: example.length,
+        too_long="the longer answer ends at token {}",
+        truncate=_cut,
+        mark=lambda e: f"{e.prompt_ids} {e.chosen_ids} {e.rejected_ids} {e.margin}",
+    )
+    return load_examples(
+        paths, tokenizer, kind, max_length=max_length, overlong=overlong, skip_bad_lines=skip_bad_lines
+    )
 
 
 def pair_batch(
@@ -166,10 +144,11 @@ def pair_batch(
         sample_ids=numbers,
         group_ids=[number // 2 for number in numbers],
     )
-    slots = torch.arange(batch.width - 1)
-    start, end = batch.prompt_lengths.unsqueeze(1) - 1, batch.lengths.unsqueeze(1) - 1
+    answers, _ = response_masks(
+        batch.prompt_lengths, batch.response_lengths, width=batch.width - 1, semantics="standard"
+    )
     return batch.replace(
-        response_mask=(slots >= start) & (slots < end),
+        response_mask=answers,
         margins=torch.tensor([e.margin for e in examples for _ in range(2)], dtype=torch.float32),
     )
 
@@ -229,7 +208,7 @@ def _margin(value: Any, key: str) -> float:
     return number
 
 
-def _encode(record: PreferenceRecord, tokenizer: Tokenizer) -> PreferenceExample:
+def _encode(record: PreferenceRecord, *, tokenizer: Tokenizer) -> PreferenceExample:
     prompt, chosen = encode_answer(tokenizer, record.prompt, record.chosen)
     _, rejected = encode_answer(tokenizer, record.prompt, record.rejected)
     if not prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from mrlhf.data.conversations import encode_answer, encode_conversation, encode_text
+from mrlhf.data.examples import ExampleKind, Overlong, load_examples
 from mrlhf.data.records import (
     Fields,
     check_messages,
@@ -19,17 +19,12 @@ from mrlhf.data.records import (
     check_text,
     field_names,
     kind,
-    nothing_left,
-    place,
-    read_rows,
 )
 from mrlhf.data.stream import ExampleSet
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import DataError
 from mrlhf.types import RolloutBatch
 
 LearnOn = Literal["response", "all"]
-Overlong = Literal["error", "drop", "truncate"]
 EXPECTED = '{"prompt": "...", "response": "..."}, {"messages": [...]} or {"text": "..."}'
 
 
@@ -41,6 +36,11 @@ class SFTRecord:
     messages: list[dict[str, Any]] | None = None
     prompt: str | list[dict[str, Any]] | None = None
     response: str = ""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the chat template is needed."""
+        return self.messages is not None or isinstance(self.prompt, list)
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,14 @@ class SFTExample:
     line: int
 
     @property
+    def start(self) -> int:
+        """Place of the first learned token; the length where there is none."""
+        return next((i for i, learned in enumerate(self.learned) if learned), len(self.ids))
+
+    @property
     def context(self) -> tuple[int, ...]:
         """The tokens before the first learned one; of a text without any, all of it."""
-        start = next((i for i, learned in enumerate(self.learned) if learned), len(self.ids))
-        return tuple(self.ids[:start]) if start > 1 else tuple(self.ids)
+        return tuple(self.ids[: self.start] if self.start > 1 else self.ids)
 
 
 def load_sft(
@@ -107,43 +111,26 @@ def load_sft(
     for name, value, choices in (("learn_on", learn_on, LearnOn), ("overlong", overlong, Overlong)):
         if value not in get_args(choices):
             raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
-    tokenizer.finish([])
-    examples: list[SFTExample] = []
-    skipped = dropped = truncated = 0
-    parse = partial(_parse, keys=(messages_key, prompt_key, response_key, text_key))
-    for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        records, bad = read_rows(
-            path,
-            parse,
-            noun="example",
-            expected=EXPECTED,
-            skip_bad_lines=skip_bad_lines,
-            skip_key=f"{section}.skip_bad_lines",
-        )
-        skipped += bad
-        if any(r.messages is not None or isinstance(r.prompt, list) for r in records):
-            tokenizer.require_chat_template()
-        for record in records:
-            where = place(path, record.line)
-            try:
-                example = _encode(record, tokenizer, learn_on)
-            except (ValueError, DataError) as error:
-                if not skip_bad_lines:
-                    raise DataError(f"{where}: {error}") from error
-                skipped += 1
-                continue
-            fitting = _fit(example, max_length, overlong, where, section)
-            if fitting is None:
-                dropped += 1
-                continue
-            truncated += fitting is not example
-            examples.append(fitting)
-    if not examples:
-        raise DataError(nothing_left("row", paths, section, max_length, dropped, skipped))
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(f"{example.ids} {example.learned}\n".encode())
-    return ExampleSet(examples, digest.hexdigest(), skipped, dropped, truncated)
+    kind = ExampleKind(
+        noun="example",
+        unit="row",
+        expected=EXPECTED,
+        parse=partial(_parse, keys=(messages_key, prompt_key, response_key, text_key)),
+        encode=partial(_encode, tokenizer=tokenizer, learn_on=learn_on),
+        length=lambda example: len(example.ids),
+        too_long="the row has {} tokens",
+        truncate=_cut,
+        mark=lambda example: f"{example.ids} {example.learned}",
+    )
+    return load_examples(
+        paths,
+        tokenizer,
+        kind,
+        max_length=max_length,
+        overlong=overlong,
+        skip_bad_lines=skip_bad_lines,
+        section=section,
+    )
 
 
 def sft_batch(
@@ -161,10 +148,9 @@ def sft_batch(
         a batch whose ``response_mask`` ``[B, S-1]`` marks the learned tokens; the prompt of a row is what stands before
         the first of them.
     """
-    starts = [next((i for i, flag in enumerate(e.learned) if flag), len(e.ids)) for e in examples]
     batch = RolloutBatch.from_sequences(
-        [e.ids[:start] for e, start in zip(examples, starts, strict=True)],
-        [e.ids[start:] for e, start in zip(examples, starts, strict=True)],
+        [e.ids[: e.start] for e in examples],
+        [e.ids[e.start :] for e in examples],
         pad_id=pad_id,
         pad_to_multiple=pad_to_multiple,
         sample_ids=range(first_id, first_id + len(examples)),
@@ -198,21 +184,13 @@ def _parse(item: Fields, number: int, keys: tuple[str, str, str, str]) -> SFTRec
     raise ValueError(f"expected the fields {expected}; the fields are: {field_names(present)}")
 
 
-def _fit(example: SFTExample, max_length: int, overlong: Overlong, where: str, section: str) -> SFTExample | None:
-    """The example in ``max_length`` tokens; None where it is left out."""
-    if len(example.ids) > max_length:
-        if overlong == "error":
-            raise DataError(
-                f"{where}: the row has {len(example.ids)} tokens, {section}.max_length is {max_length}; raise it, or "
-                f"set {section}.overlong to drop or truncate"
-            )
-        if overlong == "drop":
-            return None
-        example = SFTExample(example.ids[:max_length], example.learned[:max_length], example.line)
-    return example if any(example.learned) else None
+def _cut(example: SFTExample, max_length: int) -> SFTExample | None:
+    """The first tokens; None where none of them is learned."""
+    shorter = SFTExample(example.ids[:max_length], example.learned[:max_length], example.line)
+    return shorter if any(shorter.learned) else None
 
 
-def _encode(record: SFTRecord, tokenizer: Tokenizer, learn_on: LearnOn) -> SFTExample:
+def _encode(record: SFTRecord, *, tokenizer: Tokenizer, learn_on: LearnOn) -> SFTExample:
     if record.messages is not None and learn_on == "response":
         ids, learned = encode_conversation(tokenizer, record.messages)
     elif record.messages is not None:
