@@ -78,6 +78,19 @@ class RoleModel:
         """Whether this rank has the head."""
         return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
 
+    @property
+    def counts_metrics(self) -> bool:
+        """Whether this rank's metrics count: tensor ranks of the last stage hold the same ones, the first one counts."""
+        return self.is_last_stage and self.groups.tp.rank() == 0
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches of an update is a multiple of: PP with interleaved stages.
+
+        Passes without gradient fill up their last group by themselves.
+        """
+        return int(self.groups.pp.size()) if len(self.chunks) > 1 else 1
+
     def per_token(
         self,
         batch: RolloutBatch,

@@ -16,7 +16,6 @@ from mrlhf.trainer import supervised, supervised_inputs
 from mrlhf.trainer.job import Job, join, load_model, read_architectures
 from mrlhf.trainer.preferences import PreferenceTrainer, pair_count, pair_plan, read_inputs
 from mrlhf.trainer.stopping import run_to_end
-from mrlhf.trainer.supervised import counts_metrics
 from mrlhf.types import Metric, RolloutBatch
 
 REFERENCE = "reference"
@@ -103,7 +102,7 @@ class DPOObjective:
     def evaluate(self, batch: RolloutBatch) -> dict[str, Metric]:
         """Loss, accuracy, rewards and their margin."""
         logprobs = self._logprobs(self.model, batch)
-        if not counts_metrics(self.model) or not batch.size:
+        if not self.model.counts_metrics or not batch.size:
             return {}
         return pair_loss(self.config.dpo, batch, logprobs)[1]
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from mrlhf.data.prompts import Prompt, Sample
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.batches import gather_batch
-from mrlhf.rl import Semantics, kl_estimate, masked_mean, masked_sum, response_masks
+from mrlhf.rl import Semantics, kl_estimate, masked_mean, masked_sum
 from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import GenerationRequest
 from mrlhf.rollout.sampling import SamplingParams
-from mrlhf.trainer.rollouts import Scorer, counted_response
+from mrlhf.trainer.experience import add_masks
+from mrlhf.trainer.rollouts import Scorer, answered, counted_response
 from mrlhf.types import RolloutBatch
 
 EVALUATION_FILES = ("eval.json", "eval_samples.jsonl")
@@ -118,19 +119,16 @@ class Evaluator:
         made = policy.engine(settings.slots).generate(
             requests, settings.sampling, stop_ids=self.stop_ids, seed=settings.seed, step=EVALUATION_STEP
         )
-        batch = RolloutBatch.from_sequences(
-            [s.prompt.ids for s in samples],
-            [counted_response(g.tokens, settings.semantics, self.tokenizer.pad_id, self.stop_ids) for g in made],
-            pad_id=self.tokenizer.pad_id,
+        pad_id = self.tokenizer.pad_id
+        responses = [counted_response(g.tokens, settings.semantics, pad_id, self.stop_ids) for g in made]
+        batch = answered(
+            samples,
+            responses,
+            [g.truncated for g in made],
+            pad_id=pad_id,
             pad_to_multiple=settings.pad_to_multiple,
-            sample_ids=[s.sample_id for s in samples],
-            group_ids=[s.group_id for s in samples],
-            truncated=[g.truncated for g in made],
         ).to(self.device)
-        response_mask, gae_mask = response_masks(
-            batch.prompt_lengths, batch.response_lengths, width=batch.width - 1, semantics="standard"
-        )
-        batch = batch.replace(response_mask=response_mask, gae_mask=gae_mask)
+        batch = add_masks(batch, "standard")
         plan = make_plan(batch, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
         batch = batch.replace(scores=self.scorer.scores(batch, plan, samples))
         if with_logprobs:

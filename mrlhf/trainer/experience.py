@@ -45,7 +45,7 @@ class ShapingSettings:
     temperature: float = 1.0
 
 
-def add_masks(batch: RolloutBatch, semantics: Semantics, response_width: int) -> RolloutBatch:
+def add_masks(batch: RolloutBatch, semantics: Semantics, response_width: int | None = None) -> RolloutBatch:
     """Set ``response_mask`` and ``gae_mask``; ``response_width`` as in `mrlhf.rl.response_masks`."""
     response_mask, gae_mask = response_masks(
         batch.prompt_lengths,

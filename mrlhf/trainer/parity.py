@@ -169,8 +169,7 @@ class _Replay:
     def _rollout(self, index: int, recorded: dict[str, Any]) -> None:
         job, recording, report = self.job, self.recording, self.report
         shaping = shaping_settings(job.config)
-        multiple = job.groups.tp.size() if job.sizes.sequence_parallel else 1
-        batch = recording.batch(index, pad_to_multiple=multiple).to(job.device)
+        batch = recording.batch(index, pad_to_multiple=job.pad_to_multiple).to(job.device)
         batch = batch.select(data_parallel_slice(batch.size, job.dp_rank, job.dp_size))
         batch = add_masks(batch, recording.semantics, recording.settings["max_response_length"])
         inference = job.config.inference
@@ -217,8 +216,7 @@ class _Replay:
         for step in updates:
             for role in ("actor", "critic"):
                 update: Update = getattr(step, role)
-                counts = self.actor.is_last_stage and self.job.groups.tp.rank() == 0
-                total = all_reduce_metrics(update.metrics if counts else {})
+                total = all_reduce_metrics(update.metrics if self.actor.counts_metrics else {})
                 ours[f"{role}_loss"].append(total["loss"].result())
                 ours[f"{role}_grad_norm"].append(update.grad_norm)
         for name, values in ours.items():
@@ -233,16 +231,13 @@ class _Replay:
 
     def _probe(self, name: str, entry: dict[str, Any], prefix: str, tolerance: float) -> None:
         ids = torch.tensor(self.recording.expected["probe"]["input_ids"], device=self.job.device)
-        total, first, best = probe_logits(self.actor, ids, multiple=self._multiple())
+        total, first, best = probe_logits(self.actor, ids, multiple=self.job.pad_to_multiple)
         report = self.report
         report.compare(f"{name} logits", first, entry[f"{prefix}_first8"], tolerance)
         # A sum of V logits carries the rounding of all of them.
         report.compare(f"{name} sum of logits", total / self.actor.config.vocab_size,
                        torch.tensor(entry[f"{prefix}_sum"]) / self.actor.config.vocab_size, tolerance)  # fmt: skip
         report.compare(f"{name} argmax", best, entry[f"{prefix}_argmax"], 0.0, "identical")
-
-    def _multiple(self) -> int:
-        return self.job.groups.tp.size() if self.job.sizes.sequence_parallel else 1
 
     def _final(self, final: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory(prefix="mrlhf-parity-") as temporary:

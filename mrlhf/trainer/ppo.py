@@ -231,7 +231,7 @@ class PPOTrainer:
         warming_up = iteration < self.config.ppo.critic_warmup_iterations
         with timer.phase("train"):
             accumulator, steps = self.updater.run(batch, iteration, train_actor=not warming_up)
-        if self.actor.is_last_stage and self.job.groups.tp.rank() == 0:
+        if self.actor.counts_metrics:
             accumulator.add(self.scorer.source_metrics())
         reduced = {name: m.result() for name, m in all_reduce_metrics(accumulator.metrics()).items()}
         self._show_samples(iteration, batch, display)

@@ -104,14 +104,12 @@ def read_pairs(config: PreferenceConfig, paths: Sequence[str], tokenizer: Tokeni
 
 def pair_plan(config: PreferenceConfig, batch: RolloutBatch, model: RoleModel, *, training: bool) -> Plan:
     """The micro-batches of this rank's pairs as the ``train`` section says."""
-    # Interleaved stages train in groups of PP micro-batches; a pass without gradient fills up the last group by itself.
-    multiple = model.groups.pp.size() if training and len(model.chunks) > 1 else 1
     train = config.train
     return make_pair_plan(
         batch,
         pairs=train.micro_batch_size,
         tokens=train.micro_batch_tokens,
-        multiple=multiple,
+        multiple=model.micro_batch_multiple if training else 1,
         packed=train.packing,
     )
 

@@ -74,6 +74,6 @@ class PTX:
             mine,
             rows=self.micro_batch_size,
             tokens=self.micro_batch_tokens,
-            multiple=groups.pp.size() if len(self.actor.chunks) > 1 else 1,
+            multiple=self.actor.micro_batch_multiple,
         )
         return self.actor.update(mine, plan, ptx_loss(self.unsup_coef), denominator, learned_request)

@@ -14,7 +14,6 @@ from mrlhf.trainer import supervised, supervised_inputs
 from mrlhf.trainer.job import join
 from mrlhf.trainer.preferences import Inputs, PreferenceTrainer, pair_count, pair_plan, read_inputs
 from mrlhf.trainer.stopping import run_to_end
-from mrlhf.trainer.supervised import counts_metrics
 from mrlhf.types import Metric, RolloutBatch, gather_rows
 
 
@@ -94,7 +93,7 @@ class RewardObjective:
         """Loss, accuracy, scores and their margin."""
         plan = pair_plan(self.config, batch, self.model, training=False)
         scores = self.model.per_token(batch, plan, packed=self.config.train.packing)
-        if not counts_metrics(self.model) or not batch.size:
+        if not self.model.counts_metrics or not batch.size:
             return {}
         return _with_loss(pair_terms(self.config.reward, batch, scores))[1]
 

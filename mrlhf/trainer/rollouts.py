@@ -98,18 +98,31 @@ class Sampler:
         self, samples: Sequence[Sample], responses: Sequence[list[int]], truncated: Sequence[bool]
     ) -> RolloutBatch:
         """Rows of samples and what was answered to them."""
-        return RolloutBatch.from_sequences(
-            [s.prompt.ids for s in samples],
-            list(responses),
-            pad_id=self.pad_id,
-            pad_to_multiple=self.pad_to_multiple,
-            sample_ids=[s.sample_id for s in samples],
-            group_ids=[s.group_id for s in samples],
-            truncated=list(truncated),
-        ).to(self.device)
+        batch = answered(samples, responses, truncated, pad_id=self.pad_id, pad_to_multiple=self.pad_to_multiple)
+        return batch.to(self.device)
 
     def _over_ranks(self, *values: int) -> list[int]:
         return [max(column) for column in zip(*all_gather_objects(values, self.dp_group), strict=True)]
+
+
+def answered(
+    samples: Sequence[Sample],
+    responses: Sequence[list[int]],
+    truncated: Sequence[bool],
+    *,
+    pad_id: int,
+    pad_to_multiple: int,
+) -> RolloutBatch:
+    """Rows of samples and what was answered to them, on the CPU; see `RolloutBatch.from_sequences`."""
+    return RolloutBatch.from_sequences(
+        [s.prompt.ids for s in samples],
+        responses,
+        pad_id=pad_id,
+        pad_to_multiple=pad_to_multiple,
+        sample_ids=[s.sample_id for s in samples],
+        group_ids=[s.group_id for s in samples],
+        truncated=truncated,
+    )
 
 
 def counted_response(tokens: list[int], semantics: Semantics, pad_id: int, stop_ids: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from mrlhf.roles.model import TrainedModel, Update
 from mrlhf.trainer import supervised, supervised_inputs
 from mrlhf.trainer.job import join
 from mrlhf.trainer.stopping import run_to_end
-from mrlhf.trainer.supervised import SupervisedTrainer, counts_metrics, micro_batch_plan
+from mrlhf.trainer.supervised import SupervisedTrainer, micro_batch_plan
 from mrlhf.types import Metric, RolloutBatch
 
 
@@ -131,6 +131,6 @@ class SFTObjective:
         """The loss as a sum over learned tokens with their number."""
         plan = micro_batch_plan(self.config, batch, self.model, training=False)
         logprobs = self.model.per_token(batch, plan, learned_request, packed=self.config.train.packing)
-        if not counts_metrics(self.model):
+        if not self.model.counts_metrics:
             return {}
         return learned_nll(logprobs, batch)[1]

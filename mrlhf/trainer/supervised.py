@@ -94,16 +94,13 @@ def build_trained(
 def micro_batch_plan(config: SupervisedConfig, batch: RolloutBatch, model: TrainedModel, *, training: bool) -> Plan:
     """The micro-batches of this rank's rows as the ``train`` section says."""
     train = config.train
-    # Interleaved stages train in groups of PP micro-batches; a pass without gradient fills up the last group by itself.
-    multiple = model.groups.pp.size() if training and len(model.chunks) > 1 else 1
     return make_plan(
-        batch, rows=train.micro_batch_size, tokens=train.micro_batch_tokens, multiple=multiple, packed=train.packing
+        batch,
+        rows=train.micro_batch_size,
+        tokens=train.micro_batch_tokens,
+        multiple=model.micro_batch_multiple if training else 1,
+        packed=train.packing,
     )
-
-
-def counts_metrics(model: TrainedModel) -> bool:
-    """Whether this rank's metrics count: tensor ranks of the last stage hold the same numbers, the first one counts."""
-    return bool(model.is_last_stage and model.groups.tp.rank() == 0)
 
 
 def _nothing_derived(metrics: dict[str, float]) -> dict[str, float]:
@@ -223,7 +220,7 @@ class SupervisedTrainer(Generic[E]):
         # Ranks disagree about time and memory; the slowest and the largest count.
         worst = {f"time_{name}": Metric("max", seconds, 1.0) for name, seconds in timer.seconds().items()}
         worst["peak_memory_gib"] = Metric("max", peak_memory_bytes() / 2**30, 1.0)
-        counted = update.metrics if counts_metrics(self.model) else {}
+        counted = update.metrics if self.model.counts_metrics else {}
         reduced = {name: m.result() for name, m in all_reduce_metrics({**counted, **worst}).items()}
         measured = {name: reduced.pop(name) for name in worst}
         return {
@@ -254,7 +251,7 @@ class SupervisedTrainer(Generic[E]):
         for start in range(0, len(share), piece):
             batch = self.collate(share[start : start + piece], start).to(self.job.device)
             parts.append(self.objective.evaluate(self.objective.prepare(batch)))
-        merged = merge_metrics(parts) if counts_metrics(self.model) else {}
+        merged = merge_metrics(parts) if self.model.counts_metrics else {}
         reduced = {name: metric.result() for name, metric in all_reduce_metrics(merged).items()}
         return {**reduced, **self.derived(reduced)}
 

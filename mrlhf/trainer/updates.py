@@ -178,7 +178,7 @@ class Updater:
             mine,
             rows=settings.micro_batch_size,
             tokens=settings.micro_batch_tokens,
-            multiple=groups.pp.size() if len(self.actor.chunks) > 1 else 1,
+            multiple=self.actor.micro_batch_multiple,
         )
         policy = value = None
         if train_actor:
@@ -187,7 +187,7 @@ class Updater:
             value = self.critic.value_gradients(
                 mine, plan, settings.value_clip, denominator, settings.policy.fixed_length
             )
-        if self._counts:
+        if self.actor.counts_metrics:
             if policy is not None:
                 metrics.add(policy.metrics, "policy/")
                 metrics.add(_ratio_error(policy.metrics) if first else {})
@@ -204,22 +204,17 @@ class Updater:
         update = None
         if self.ptx is not None:
             update = self.ptx.step()
-            if self._counts:
+            if self.actor.counts_metrics:
                 metrics.add(update.metrics, "ptx/")
         if self.ema is not None:
             self.ema.update()
         return update
 
-    @property
-    def _counts(self) -> bool:
-        """Tensor ranks hold the same numbers; only one of them counts."""
-        return self.actor.is_last_stage and self.actor.groups.tp.rank() == 0
-
     def _too_far(self, policy: Gradients) -> bool:
         target = self.settings.target_approx_kl
         if target is None:
             return False
-        mine = {"kl": policy.metrics["approx_kl_k3"]} if self._counts else {}
+        mine = {"kl": policy.metrics["approx_kl_k3"]} if self.actor.counts_metrics else {}
         # Every rank comes to the same answer; NaN is left to the check of the gradients.
         return all_reduce_metrics(mine)["kl"].result() > target
 

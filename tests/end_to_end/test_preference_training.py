@@ -86,7 +86,6 @@ def recorded_pairs(inputs: Path, output: Path, *overrides: str) -> list[dict[str
     """Loss, scores and norm of the head's gradient of every recorded pair alone, then of all pairs together."""
     from mrlhf.parallel.collectives import all_reduce_metrics
     from mrlhf.trainer.reward import build_trainer
-    from mrlhf.trainer.supervised import counts_metrics
 
     scorer = f"model.path={DATA / 'ds_chat_trajectory' / 'reward'}"
     options = (f"tokenizer.path={inputs / 'policy'}", "model.head=loaded", "reward.use_margin=false")
@@ -98,7 +97,7 @@ def recorded_pairs(inputs: Path, output: Path, *overrides: str) -> list[dict[str
     for batch in [*batches, whole]:
         plan = [list(range(i, min(i + 4, batch.size))) for i in range(0, batch.size, 4)]
         gradients = model.gradients(batch, plan, objective.loss, objective.denominator(batch) * trainer.job.dp_size)
-        counted = gradients.metrics if counts_metrics(model) else {}
+        counted = gradients.metrics if model.counts_metrics else {}
         result = {name: metric.result() for name, metric in all_reduce_metrics(counted).items()}
         evaluated = objective.evaluate(batch)
         for name, metric in all_reduce_metrics(evaluated).items():
