@@ -80,7 +80,7 @@ class RoleModel:
 
     @property
     def counts_metrics(self) -> bool:
-        """Whether this rank's metrics count: tensor ranks of the last stage hold the same ones, the first one counts."""
+        """Whether this rank's metrics count: the last stage's tensor ranks hold the same ones, the first one counts."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
     @property

@@ -192,8 +192,10 @@ def open_output(
     start = first_step if own else 0
     output = config.output_dir
     output.mkdir(parents=True, exist_ok=True)
-    for name in SAMPLE_TABLES:
+    for name in SAMPLE_TABLES if start else ():
         cut_lines(output / name, "iteration", start)
+    for name in () if start else (*SAMPLE_TABLES, "eval.json"):
+        (output / name).unlink(missing_ok=True)
     if not start and config.metrics_path.exists():
         # What is left of a run that is replaced would be taken for the new one's.
         for folder in written_folders(output, names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
-from mrlhf.progress import Display, open_display
+from mrlhf.progress import Display
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import make_plan
@@ -41,14 +41,15 @@ from mrlhf.trainer.inputs import (
     stop_ids,
 )
 from mrlhf.trainer.kl_control import AdaptiveKL
-from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model, open_output
+from mrlhf.trainer.loop import run_loop
+from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model
 from mrlhf.trainer.ptx import PTX
 from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
 from mrlhf.trainer.rollouts import Sampler, Scorer
 from mrlhf.trainer.run_state import PPORunState
 from mrlhf.trainer.running import RunningMoments
 from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
-from mrlhf.trainer.stopping import StopRequest, open_heartbeat, run_to_end
+from mrlhf.trainer.stopping import open_heartbeat, run_to_end
 from mrlhf.trainer.updates import Updater
 from mrlhf.types import RolloutBatch
 
@@ -164,52 +165,20 @@ class PPOTrainer:
 
     def train(self) -> None:
         """All iterations, or those up to a request to stop."""
-        config, rank, checkpoints = self.config, dist.get_rank(), self.checkpoints
-        first = checkpoints.resume()
-        writers = None
-        if rank == 0:
-            run_id = checkpoints.wandb_id
-            writers = open_output(config, config.trainer, EXPORTS, first_step=first, run_id=run_id, own=checkpoints.own)
-            checkpoints.wandb_id = writers.run_id
-            if not first:
-                (config.output_dir / "samples.jsonl").write_text("")
-                for name in ("eval_samples.jsonl", "eval.json"):
-                    (config.output_dir / name).unlink(missing_ok=True)
-        with (
-            open_display(config.trainer.progress, config.trainer.iterations, rank=rank, first_step=first) as display,
-            StopRequest(config.output_dir, time_limit_minutes=config.trainer.time_limit) as stop,
-            self.heartbeat,
-        ):
-            checkpoints.message = display.message
-            self._announce(display)
-            scores = []
-            for iteration in range(first, config.trainer.iterations):
-                started = time.perf_counter()
-                metrics = self.iterate(iteration, display) | self._evaluate(iteration, display)
-                if writers is not None:
-                    writers.write(iteration, metrics)
-                display.iteration(iteration + 1, metrics)
-                scores.append(metrics["score_mean"])
-                interval = config.trainer.export_interval
-                if interval and (iteration + 1) % interval == 0:
-                    self.export(f"-{iteration + 1:06d}")
-                self.heartbeat.phase("save")
-                checkpoints.after(iteration + 1, metrics)
-                stop.saved(checkpoints.save_seconds)
-                reason = stop.check(time.perf_counter() - started)
-                if reason is not None and iteration + 1 < config.trainer.iterations:
-                    checkpoints.stop(iteration + 1, metrics)
-                    self.stopped = reason
-                    display.message(f"stopped after iteration {iteration + 1}: {reason}")
-                    break
-            checkpoints.finish()
-            if scores:
-                display.message(
-                    f"mean score {scores[0]:.3f} in iteration {first + 1}, {scores[-1]:.3f} in the last; "
-                    f"see {config.metrics_path}"
-                )
-        if writers is not None:
-            writers.close()
+        trainer = self.config.trainer
+        run_loop(self, trainer, iterations=trainer.iterations, exports=EXPORTS, noun="iteration")
+
+    def advance(self, index: int, display: Display) -> dict[str, float]:
+        """`iterate`, and an evaluation where one is due."""
+        return self.iterate(index, display) | self._evaluate(index, display)
+
+    def summary(self, first: int, begun: Mapping[str, float], last: Mapping[str, float]) -> str:
+        """How far the mean score has come."""
+        where = f"see {self.config.metrics_path}"
+        if not begun:
+            return where
+        scores = begun["score_mean"], last["score_mean"]
+        return f"mean score {scores[0]:.3f} in iteration {first + 1}, {scores[1]:.3f} in the last; {where}"
 
     def iterate(self, iteration: int, display: Display) -> dict[str, float]:
         """One rollout and its updates; returns the metrics, complete on every rank."""
@@ -332,7 +301,8 @@ class PPOTrainer:
             display.samples(evaluation.rows[: self.config.evaluation.samples_shown])
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
 
-    def _announce(self, display: Display) -> None:
+    def announce(self, display: Display) -> None:
+        """Say how the run is laid out, and what it reads."""
         display.message(
             f"{self.job.env.launcher}: {self.job.sizes.describe()}; {available_parts(self.job.dtype).describe()}"
         )

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from mrlhf.config_preferences import PreferenceConfig
 from mrlhf.data.preferences import PreferenceExample, load_preferences, pair_batch
-from mrlhf.data.stream import ExampleSet, split_examples
-from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.data.stream import ExampleSet
+from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.data.vocabulary import check_same_vocabulary
 from mrlhf.megatron.model import Head
 from mrlhf.model_config import ModelConfig
@@ -68,21 +68,11 @@ def read_inputs(config: PreferenceConfig, models: dict[str, ModelConfig]) -> Inp
     # Before the pairs are encoded, which can take minutes.
     env = supervised_inputs.check_job(config, models)
     supervised_inputs.check_supervised_output(config)
-    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
-    for model in models.values():
-        supervised_inputs.check_tokenizer(tokenizer, model.vocab_size)
+    tokenizer, longest = supervised_inputs.read_start(config, models)
     check_same_vocabulary(config.model_folders())
-    supervised_inputs.check_tokens_of_start(config)
-    longest = min(supervised_inputs.example_length(config, model) for model in models.values())
-    train = read_pairs(config, config.data.train, tokenizer, longest)
-    validation: Pairs | None = None
-    if config.data.validation:
-        validation = read_pairs(config, config.data.validation, tokenizer, longest)
-    elif config.data.validation_fraction:
-        # Pairs of one prompt stay together, so that no held-out prompt was trained on.
-        train, validation = split_examples(
-            train, config.data.validation_fraction, seed=config.seed, key=lambda pair: tuple(pair.prompt_ids)
-        )
+    train, validation = supervised_inputs.read_and_hold_out(
+        config, lambda paths: read_pairs(config, paths, tokenizer, longest), key=lambda pair: tuple(pair.prompt_ids)
+    )
     return Inputs(env, tokenizer, train, validation, supervised_inputs.total_steps(config, len(train.examples)))
 
 

@@ -7,8 +7,8 @@ import math
 from mrlhf.checkpoint.hf import read_head
 from mrlhf.config_supervised import SFTConfig, SupervisedConfig
 from mrlhf.data.sft import SFTExample, load_sft, sft_batch
-from mrlhf.data.stream import ExampleSet, split_examples
-from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.data.stream import ExampleSet
+from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.roles.language_model import learned_nll, learned_request, nll_loss
 from mrlhf.roles.model import TrainedModel, Update
@@ -44,20 +44,10 @@ def build_trainer(config: SFTConfig) -> SupervisedTrainer[SFTExample]:
     # Before the examples are encoded, which can take minutes.
     env = supervised_inputs.check_job(config, models)
     supervised_inputs.check_supervised_output(config)
-    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
-    supervised_inputs.check_tokenizer(tokenizer, model.vocab_size)
-    supervised_inputs.check_tokens_of_start(config)
-    longest = supervised_inputs.example_length(config, model)
-    train = read_examples(config, config.data.train, tokenizer, longest)
-    if config.data.validation:
-        validation: ExampleSet[SFTExample] | None = read_examples(config, config.data.validation, tokenizer, longest)
-    elif config.data.validation_fraction:
-        # Examples with the same context stay together, so that no held-out prompt was trained on.
-        train, validation = split_examples(
-            train, config.data.validation_fraction, seed=config.seed, key=lambda example: example.context
-        )
-    else:
-        validation = None
+    tokenizer, longest = supervised_inputs.read_start(config, models)
+    train, validation = supervised_inputs.read_and_hold_out(
+        config, lambda paths: read_examples(config, paths, tokenizer, longest), key=lambda example: example.context
+    )
     steps = supervised_inputs.total_steps(config, len(train.examples))
     job = join(config, models, env)
     objective = SFTObjective(config, supervised.build_trained(job, "lm", steps))

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
-
-import torch.distributed as dist
 
 from mrlhf.config_supervised import SupervisedConfig
 from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import MrlhfError
 from mrlhf.megatron.model import Head
 from mrlhf.megatron.optimizer import peak_memory_bytes
 from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.layout import data_parallel_slice
-from mrlhf.progress import Display, open_display
+from mrlhf.progress import Display
 from mrlhf.roles.micro_batches import Plan, make_plan
 from mrlhf.roles.model import TrainedModel, Update
 from mrlhf.trainer.checkpointing import Checkpointer
 from mrlhf.trainer.job import Job, load_model, make_trainable
-from mrlhf.trainer.outputs import export_dtype, export_model, open_output
+from mrlhf.trainer.loop import run_loop
+from mrlhf.trainer.outputs import export_dtype, export_model
 from mrlhf.trainer.report import PhaseTimer
 from mrlhf.trainer.run_state import SupervisedRunState
-from mrlhf.trainer.stopping import StopRequest, open_heartbeat
+from mrlhf.trainer.skipped import count_skipped
+from mrlhf.trainer.stopping import open_heartbeat
 from mrlhf.trainer.supervised_inputs import MODEL
 from mrlhf.types import Metric, RolloutBatch, merge_metrics
 
@@ -163,43 +161,14 @@ class SupervisedTrainer(Generic[E]):
         Raises:
             MrlhfError: more gradients in a row are not finite than ``trainer.max_bad_steps`` allows.
         """
-        trainer, checkpoints = self.config.trainer, self.checkpoints
-        first = checkpoints.resume()
-        writers, metrics = None, {}
-        if dist.get_rank() == 0:
-            run_id = checkpoints.wandb_id
-            writers = open_output(self.config, trainer, [MODEL], first_step=first, run_id=run_id, own=checkpoints.own)
-            checkpoints.wandb_id = writers.run_id
-        with (
-            open_display(trainer.progress, self.steps, rank=dist.get_rank(), first_step=first) as display,
-            StopRequest(self.config.output_dir, time_limit_minutes=trainer.time_limit) as stop,
-            self.heartbeat,
-        ):
-            checkpoints.message = display.message
-            self._announce(display)
-            for step in range(first, self.steps):
-                started = time.perf_counter()
-                metrics = self.iterate(step, display)
-                if self.validation is not None and self._due(step, trainer.eval_interval):
-                    metrics |= self._validate(step + 1, display)
-                if writers is not None:
-                    writers.write(step, metrics)
-                display.iteration(step + 1, metrics)
-                if trainer.export_interval and (step + 1) % trainer.export_interval == 0:
-                    self.export(f"-{step + 1:06d}")
-                self.heartbeat.phase("save")
-                checkpoints.after(step + 1, metrics)
-                stop.saved(checkpoints.save_seconds)
-                reason = stop.check(time.perf_counter() - started)
-                if reason is not None and step + 1 < self.steps:
-                    checkpoints.stop(step + 1, metrics)
-                    self.stopped = reason
-                    display.message(f"stopped after step {step + 1}: {reason}")
-                    break
-            checkpoints.finish()
-            display.message(self._summary(metrics))
-        if writers is not None:
-            writers.close()
+        run_loop(self, self.config.trainer, iterations=self.steps, exports=[MODEL], noun="step")
+
+    def advance(self, index: int, display: Display) -> dict[str, float]:
+        """`iterate`, and a validation where one is due."""
+        metrics = self.iterate(index, display)
+        if self.validation is not None and self._due(index, self.config.trainer.eval_interval):
+            metrics |= self._validate(index + 1, display)
+        return metrics
 
     def iterate(self, step: int, display: Display) -> dict[str, float]:
         """One optimizer step; returns the metrics, complete on every rank."""
@@ -214,7 +183,13 @@ class SupervisedTrainer(Generic[E]):
         with timer.phase("train"):
             batch = self.objective.prepare(batch)
             update = self.objective.step(batch, self.objective.denominator(whole))
-        self._check_step(step, update)
+        self.bad_steps = count_skipped(
+            self.bad_steps,
+            {MODEL: update},
+            where=f"step {step}",
+            rates={MODEL: "optimizer.lr"},
+            limit=self.config.trainer.max_bad_steps,
+        )
         rate = self.model.trainable.learning_rate
         self.model.trainable.advance_schedule()
         # Ranks disagree about time and memory; the slowest and the largest count.
@@ -283,25 +258,8 @@ class SupervisedTrainer(Generic[E]):
         display.message(f"validation after {step} steps: {_numbers(metrics)}")
         return {f"validation/{name}": value for name, value in metrics.items()}
 
-    def _check_step(self, step: int, update: Update) -> None:
-        """Count skipped steps and stop a run that gets nowhere; every rank comes to the same answer."""
-        if update.updated:
-            self.bad_steps = 0
-            return
-        self.bad_steps += 1
-        if update.scale_exhausted:
-            raise MrlhfError(
-                f"the gradient overflows fp16 in step {step} even with the lowest loss scale; use precision.dtype=bf16 "
-                "or fp32, or lower optimizer.lr"
-            )
-        if self.bad_steps > self.config.trainer.max_bad_steps:
-            raise MrlhfError(
-                f"{self.bad_steps} optimizer steps in a row were skipped, since the gradient was not finite (norm "
-                f"{update.grad_norm} in step {step}); lower optimizer.lr, use precision.dtype=fp32, or raise "
-                "trainer.max_bad_steps to wait longer"
-            )
-
-    def _announce(self, display: Display) -> None:
+    def announce(self, display: Display) -> None:
+        """Say how the run is laid out, and what it reads."""
         job, data = self.job, self.examples
         parts = available_parts(job.dtype, masked=self.model.attention_mask is not None)
         display.message(f"{job.env.launcher}: {job.sizes.describe()}; {parts.describe()}")
@@ -311,15 +269,16 @@ class SupervisedTrainer(Generic[E]):
         held = f", {len(self.validation.examples)} held out" if self.validation is not None else ""
         display.message(f"{len(data.examples)} training examples{held}{counted}; {self.steps} steps")
 
-    def _summary(self, metrics: dict[str, float]) -> str:
+    def summary(self, first: int, begun: Mapping[str, float], last: Mapping[str, float]) -> str:
+        """The best and the last validation; without any, the last loss."""
         lines = []
         scored = [v for v in self.validations if "loss" in v.metrics]
         if scored:
             best = min(scored, key=lambda v: v.metrics["loss"])
             lines.append(f"best validation, after {best.step} steps: {_numbers(best.metrics)}")
             lines.append(f"last validation, after {scored[-1].step} steps: {_numbers(scored[-1].metrics)}")
-        elif "loss" in metrics:
-            lines.append(f"loss {metrics['loss']:.4f} in the last step")
+        elif "loss" in last:
+            lines.append(f"loss {last['loss']:.4f} in the last step")
         return "\n".join([*lines, f"see {self.config.metrics_path}"])
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 from mrlhf.checkpoint.hf_config import read_model_config
-from mrlhf.config_supervised import SupervisedConfig
-from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.config_supervised import Files, SupervisedConfig
+from mrlhf.data.stream import ExampleSet, split_examples
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.data.vocabulary import check_same_vocabulary
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
@@ -16,6 +19,7 @@ from mrlhf.planner import size_problems
 from mrlhf.trainer.job import read_architectures
 from mrlhf.trainer.outputs import check_output_folder, check_writers
 
+E = TypeVar("E")
 MODEL = "model"
 """Name of the trained model's role and of its exported folder."""
 
@@ -93,6 +97,38 @@ def check_tokens_of_start(config: SupervisedConfig) -> None:
     if config.model.init == "loaded":
         folders = {"tokenizer.path": config.tokenizer_path, **config.model_folders()}
         check_same_vocabulary(folders, tolerated_share=0.05)
+
+
+def read_start(config: SupervisedConfig, models: Mapping[str, ModelConfig]) -> tuple[Tokenizer, int]:
+    """The tokenizer, checked against the models, and the longest example that all of them take.
+
+    Raises:
+        ConfigError: naming the key.
+        DataError: no tokenizer can be read.
+    """
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
+    for model in models.values():
+        check_tokenizer(tokenizer, model.vocab_size)
+    check_tokens_of_start(config)
+    return tokenizer, min(example_length(config, model) for model in models.values())
+
+
+def read_and_hold_out(
+    config: SupervisedConfig, read: Callable[[Files], ExampleSet[E]], key: Callable[[E], Hashable]
+) -> tuple[ExampleSet[E], ExampleSet[E] | None]:
+    """Training and held-out examples as the ``data`` section says.
+
+    Args:
+        config: of the run.
+        read: reads files.
+        key: examples with the same one stay together, so that nothing held out was trained on.
+    """
+    train, data = read(config.data.train), config.data
+    if data.validation:
+        return train, read(data.validation)
+    if data.validation_fraction:
+        return split_examples(train, data.validation_fraction, seed=config.seed, key=key)
+    return train, None
 
 
 def total_steps(config: SupervisedConfig, examples: int) -> int:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from mrlhf.errors import MrlhfError
-from mrlhf.megatron.optimizer import MIN_LOSS_SCALE
 from mrlhf.metrics import MetricAccumulator
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.layout import data_parallel_slice
@@ -21,6 +19,7 @@ from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.model import Gradients, Update
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.ptx import PTX
+from mrlhf.trainer.skipped import count_skipped
 from mrlhf.types import Metric, RolloutBatch
 
 
@@ -82,6 +81,10 @@ def prepare_minibatch(
     return minibatch.select(data_parallel_slice(len(rows), dp_rank, dp_size)), denominator
 
 
+RATES = {"actor": "optimizer.actor.lr", "critic": "optimizer.critic.lr", "ptx": "optimizer.actor.lr"}
+"""Configuration keys of the learning rates."""
+
+
 class Step(NamedTuple):
     """The updates of one minibatch, in their order; None where a model took no part."""
 
@@ -90,9 +93,14 @@ class Step(NamedTuple):
     ptx: Update | None = None
 
     @property
+    def updates(self) -> dict[str, Update]:
+        """Those of the models that took part."""
+        return {name: update for name, update in self._asdict().items() if update is not None}
+
+    @property
     def updated(self) -> bool:
         """Whether every model that took part made its step."""
-        return all(update.updated for update in self if update is not None)
+        return all(update.updated for update in self.updates.values())
 
 
 class Updater:
@@ -163,7 +171,13 @@ class Updater:
                 if not train_actor and self.critic is None:
                     return metrics, steps
                 step, stop = self._step(batch, rows, metrics, train_actor=train_actor, first=not steps)
-                self._check_step(iteration, step)
+                self.bad_steps = count_skipped(
+                    self.bad_steps,
+                    step.updates,
+                    where=f"iteration {iteration}",
+                    rates=RATES,
+                    limit=settings.max_bad_steps,
+                )
                 steps.append(step)
                 train_actor = train_actor and not stop
         return metrics, steps
@@ -217,28 +231,6 @@ class Updater:
         mine = {"kl": policy.metrics["approx_kl_k3"]} if self.actor.counts_metrics else {}
         # Every rank comes to the same answer; NaN is left to the check of the gradients.
         return all_reduce_metrics(mine)["kl"].result() > target
-
-    def _check_step(self, iteration: int, step: Step) -> None:
-        """Count skipped steps and stop a run that gets nowhere; every rank comes to the same answer."""
-        if step.updated:
-            self.bad_steps = 0
-            return
-        self.bad_steps += 1
-        norms = ", ".join(f"{name} {u.grad_norm}" for name, u in step._asdict().items() if u is not None)
-        norms = f"gradient norms in iteration {iteration}: {norms}"
-        for name, update in step._asdict().items():
-            if update is not None and update.scale_exhausted:
-                role = "critic" if name == "critic" else "actor"
-                raise MrlhfError(
-                    f"the {role}'s gradient overflows fp16 even with a loss scale of {MIN_LOSS_SCALE}; {norms}; "
-                    f"use precision.dtype=bf16 or fp32, or lower optimizer.{role}.lr"
-                )
-        if self.bad_steps > self.settings.max_bad_steps:
-            raise MrlhfError(
-                f"{self.bad_steps} optimizer steps in a row were skipped, since a gradient was not finite; {norms}; "
-                "look at the scores and log-probs that went in, lower the learning rates under optimizer, use "
-                "precision.dtype=fp32, or raise trainer.max_bad_steps to wait longer"
-            )
 
 
 def _ratio_error(policy: dict[str, Metric]) -> dict[str, Metric]:

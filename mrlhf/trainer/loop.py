@@ -1,0 +1,96 @@
+"""The loop around every training: resume, iterations, metrics, exports, checkpoints, requests to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from mrlhf.config_sections import OutputConfig
+from mrlhf.parallel.heartbeat import Heartbeat
+from mrlhf.progress import Display, open_display
+from mrlhf.trainer.checkpointing import Checkpointer
+from mrlhf.trainer.job import Job
+from mrlhf.trainer.outputs import open_output
+from mrlhf.trainer.stopping import StopRequest
+
+
+class Looped(Protocol):
+    """A trainer as the loop sees it.
+
+    Attributes:
+        job: the world and the configuration.
+        heartbeat: of this rank.
+        checkpoints: of the run.
+        stopped: set to the reason for which the loop ended early, after a save.
+    """
+
+    job: Job[Any]
+    heartbeat: Heartbeat
+    checkpoints: Checkpointer
+    stopped: str | None
+
+    def announce(self, display: Display) -> None:
+        """Say what is going to be done."""
+
+    def advance(self, index: int, display: Display) -> dict[str, float]:
+        """One iteration with what belongs to it (evaluations); its metrics, complete on every rank."""
+
+    def export(self, suffix: str = "") -> None:
+        """Write the trained models; all ranks call this together."""
+
+    def summary(self, first: int, begun: Mapping[str, float], last: Mapping[str, float]) -> str:
+        """The last word: the number of the first iteration, its metrics and those of the last one (empty: none)."""
+
+
+def run_loop(trainer: Looped, settings: OutputConfig, *, iterations: int, exports: Sequence[str], noun: str) -> None:
+    """All iterations, or those up to a request to stop; every rank calls this.
+
+    Args:
+        trainer: see `Looped`.
+        settings: about the output.
+        iterations: of the whole run.
+        exports: names of the exported folders.
+        noun: what an iteration is called.
+    """
+    config, checkpoints = trainer.job.config, trainer.checkpoints
+    first = checkpoints.resume()
+    writers = None
+    if dist.get_rank() == 0:
+        writers = open_output(
+            config, settings, exports, first_step=first, run_id=checkpoints.wandb_id, own=checkpoints.own
+        )
+        checkpoints.wandb_id = writers.run_id
+    begun: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    with (
+        open_display(settings.progress, iterations, rank=dist.get_rank(), first_step=first) as display,
+        StopRequest(config.output_dir, time_limit_minutes=settings.time_limit) as stop,
+        trainer.heartbeat,
+    ):
+        checkpoints.message = display.message
+        trainer.announce(display)
+        for index in range(first, iterations):
+            started, done = time.perf_counter(), index + 1
+            metrics = trainer.advance(index, display)
+            begun = begun or metrics
+            if writers is not None:
+                writers.write(index, metrics)
+            display.iteration(done, metrics)
+            if settings.export_interval and done % settings.export_interval == 0:
+                trainer.export(f"-{done:06d}")
+            trainer.heartbeat.phase("save")
+            checkpoints.after(done, metrics)
+            stop.saved(checkpoints.save_seconds)
+            reason = stop.check(time.perf_counter() - started)
+            if reason is not None and done < iterations:
+                checkpoints.stop(done, metrics)
+                trainer.stopped = reason
+                display.message(f"stopped after {noun} {done}: {reason}")
+                break
+        checkpoints.finish()
+        display.message(trainer.summary(first, begun, metrics))
+    if writers is not None:
+        writers.close()
