@@ -25,8 +25,8 @@ from mrlhf.config_sections import (
     RunConfig,
     Section,
     Temperature,
+    template_file,
 )
-from mrlhf.config_supervised import template_file
 
 Semantics = Literal["standard", "deepspeed_chat"]
 

@@ -108,6 +108,13 @@ class AdamConfig(Section):
         return self
 
 
+def template_file(chat_template: str | None) -> str | None:
+    """The file that ``tokenizer.chat_template`` names; None where it is Jinja source itself."""
+    if chat_template is None or "{" in chat_template or "\n" in chat_template:
+        return None
+    return chat_template
+
+
 class LaunchConfig(Section):
     """How ranks talk to each other."""
 

@@ -20,6 +20,7 @@ from mrlhf.config_sections import (
     PositiveInt,
     RunConfig,
     Section,
+    template_file,
 )
 
 
@@ -177,10 +178,3 @@ class SFTConfig(SupervisedConfig):
     """Everything that defines a run of supervised fine-tuning."""
 
     data: SFTDataConfig = Field(description="the texts to learn")
-
-
-def template_file(chat_template: str | None) -> str | None:
-    """The file that ``tokenizer.chat_template`` names; None where it is Jinja source itself."""
-    if chat_template is None or "{" in chat_template or "\n" in chat_template:
-        return None
-    return chat_template

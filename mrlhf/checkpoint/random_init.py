@@ -46,6 +46,7 @@ def _reader(weight: Weight, config: ModelConfig, seed: int) -> Callable[[str, in
     deviation = config.init_std / math.sqrt(2 * config.num_layers) if weight.kind == "row" else config.init_std
 
     def read(name: str, dim: int, start: int, stop: int | None) -> torch.Tensor:
+        """Part of the drawn tensor, as a reader of files gives it."""
         tensor = _draw(name, weight.shapes[weight.sources.index(name)], deviation, seed)
         return tensor.narrow(dim, start, (tensor.shape[dim] if stop is None else stop) - start)
 

@@ -161,6 +161,7 @@ def split_examples(
         held_out.update(members[number])
 
     def part(name: str, inside: bool) -> ExampleSet[T]:
+        """The examples on one side of the split, with a fingerprint of their own."""
         examples = [example for i, example in enumerate(data.examples) if (i in held_out) == inside]
         mark = hashlib.sha256(f"{data.fingerprint} {name} {seed} {fraction} {len(examples)}".encode()).hexdigest()
         return ExampleSet(examples, mark)

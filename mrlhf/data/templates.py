@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mrlhf.config_sections import template_file
 from mrlhf.errors import DataError
 
 
@@ -17,10 +18,11 @@ def read_template(chat_template: str | None) -> str | None:
     """
     if chat_template is None:
         return None
-    if "{" in chat_template or "\n" in chat_template:
+    named = template_file(chat_template)
+    if named is None:
         template, where = chat_template, "tokenizer.chat_template: line "
     else:
-        file = Path(chat_template)
+        file = Path(named)
         if not file.is_file():
             raise DataError(f"tokenizer.chat_template: {chat_template!r} is neither Jinja source nor an existing file")
         try:

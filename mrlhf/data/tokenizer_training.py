@@ -182,6 +182,7 @@ def _lines(path: Path, key: str) -> Iterator[str]:
     if path.suffix.lower() in TABLE_SUFFIXES:
 
         def parse(item: Fields, number: int) -> list[str]:
+            """The texts of a row."""
             if key not in item:
                 raise ValueError(f"no field {key!r} (--key); the fields are: {field_names(item)}")
             text = check_prompt(item[key], key)

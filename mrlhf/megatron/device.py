@@ -166,6 +166,7 @@ def _to_cpu(value: Any) -> Any:
 def _factory(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Make the tensor on the CPU."""
         if "device" in kwargs:
             kwargs["device"] = _to_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):
@@ -243,6 +244,7 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     original = torch.Tensor.type
 
     def cuda_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        """The type name that the same tensor would have on CUDA."""
         if dtype is not None:
             return original(tensor, dtype, **kwargs)
         name = original(tensor)
@@ -250,6 +252,7 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        """Call the function while tensors name the types that they would have on CUDA."""
         torch.Tensor.type = cuda_type  # type: ignore[method-assign, assignment]
         try:
             return function(*args, **kwargs)

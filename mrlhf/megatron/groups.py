@@ -36,6 +36,7 @@ def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None) -> Proc
     grid = RankGrid(sizes)
 
     def own(partition: list[list[int]]) -> dist.ProcessGroup | None:
+        """Make all groups of a partition, as every rank must; the one that this rank is in."""
         mine = None
         for ranks in partition:
             group = dist.new_group(ranks, timeout=timeout)

@@ -66,6 +66,7 @@ def forward_only(
     call = _Caller(groups, tokens, request, attention_mask, lengths)
 
     def step(iterator: Iterator[Batch], model: torch.nn.Module, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Megatron's forward step: the stage's output, and what the last stage makes of it."""
         batch = next(iterator)
         output, unpack = call(batch, model)
         return output, lambda out, non_loss_data=False: post(batch, unpack(out))
@@ -119,10 +120,12 @@ def forward_backward(
     call = _Caller(groups, tokens, request, attention_mask, lengths)
 
     def step(iterator: Iterator[Batch], model: torch.nn.Module, *_: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Megatron's forward step: the stage's output, and what the last stage makes of it."""
         batch = next(iterator)
         output, unpack = call(batch, model)
 
         def loss_function(out: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            """The scaled loss of a micro-batch, and its metrics."""
             loss_sum, metrics = loss(batch, unpack(out))
             # A new tensor: Megatron scales what it is given in place, and metrics may hold loss_sum itself.
             return loss_sum * scale, metrics

@@ -117,6 +117,7 @@ class _FusedLogprobs(torch.autograd.Function):
         with_entropy: bool,
         tile: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
+        """``[n, h]`` hidden states and ``[V/TP, h]`` weights to log-probs ``[n]``, and entropy if asked."""
         start, valid = shard_columns(weight.shape[0], group, vocab_size)
         tiles = _Tiles(hidden, weight, valid, temperature, tile)
         if rows is not None:
@@ -136,6 +137,7 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states and weights, tile by tile, from those of log-probs and entropy ``[n]``."""
         hidden, weight, targets, rows, logsumexp, entropy = ctx.saved_tensors
         start, valid, temperature, tile = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None

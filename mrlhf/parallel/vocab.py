@@ -124,6 +124,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         with_entropy: bool,
         vocab_size: int,
     ) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[n, V/TP]`` to log-probs ``[n]``, and entropy if asked."""
         start, valid = shard_columns(logits.shape[1], group, vocab_size)
         dtype = compute_dtype(logits.dtype)
         local = logits.new_zeros((4 if with_entropy else 3, logits.shape[0]), dtype=dtype)
@@ -149,6 +150,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of the logits ``[n, V/TP]`` from those of log-probs and entropy ``[n]``."""
         logits, targets, logsumexp, entropy = ctx.saved_tensors
         start, valid, temperature = ctx.constants
         grad = torch.zeros_like(logits)

@@ -50,6 +50,7 @@ def group_advantages(
     groups = int(group.max()) + 1
 
     def per_group(x: Tensor) -> Tensor:
+        """Sums ``[groups]`` of one number per response ``[B]``."""
         return torch.zeros(groups, dtype=torch.float64, device=x.device).index_add_(0, group, x)
 
     count = per_group(torch.ones_like(value))

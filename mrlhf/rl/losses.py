@@ -40,16 +40,20 @@ class _Tokens:
         self.count = self.total(torch.ones((), dtype=dtype, device=mask.device).expand(mask.shape)).detach()
 
     def total(self, x: Tensor) -> Tensor:
+        """Weighted sum over the tokens that take part."""
         x = select(x, self.mask)
         return (x if self.weights is None else x * self.weights).sum()
 
     def mean(self, x: Tensor) -> Metric:
+        """A metric with the sum and the count of the tokens that take part."""
         return Metric("mean", self.total(x.detach().to(self.count.dtype)), self.count)
 
     def max(self, x: Tensor) -> Metric:
+        """A metric with the largest value."""
         return Metric("max", _extreme(x.detach(), self.mask, largest=True), self.count)
 
     def min(self, x: Tensor) -> Metric:
+        """A metric with the smallest value."""
         return Metric("min", _extreme(x.detach(), self.mask, largest=False), self.count)
 
 

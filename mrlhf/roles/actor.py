@@ -38,6 +38,7 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
     """The actor's loss of a micro-batch, as a sum over its tokens."""
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """From a micro-batch and the head's output ``[(2,) b, S]``."""
         assert batch.old_logprobs is not None
         assert batch.advantages is not None
         assert batch.response_mask is not None

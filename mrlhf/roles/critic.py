@@ -14,6 +14,7 @@ def critic_loss(value_clip: float | None, fixed_length: int | None = None) -> Lo
     """The critic's loss of a micro-batch, as a sum over its response tokens; ``fixed_length`` as for the actor."""
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """From a micro-batch and the value head's output ``[b, S]``."""
         assert batch.values is not None
         assert batch.returns is not None
         assert batch.response_mask is not None

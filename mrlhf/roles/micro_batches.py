@@ -37,6 +37,7 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1, packed:
     plan: Plan = []
 
     def size_with(row: int) -> int:
+        """Tokens of a micro-batch with one more row."""
         # The first row of a micro-batch is its longest.
         rows = [*plan[-1], row]
         return sum(lengths[r] for r in rows) if packed else len(rows) * lengths[rows[0]]

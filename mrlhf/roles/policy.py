@@ -20,6 +20,7 @@ def logprob_request(temperature: float, *, with_entropy: bool = False) -> Callab
     """
 
     def request(batch: RolloutBatch) -> LogprobRequest:
+        """What the head computes for a micro-batch."""
         assert batch.gae_mask is not None, "masks are set before any log-prob is asked for"
         return LogprobRequest(
             targets=label_targets(batch),

@@ -87,6 +87,7 @@ class RemoteReward:
         """
 
         def ask(start: int) -> list[float]:
+            """The scores of the responses of one request."""
             part = slice(start, start + self.batch_size)
             request = {
                 "prompts": list(prompts[part]),

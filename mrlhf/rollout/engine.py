@@ -238,9 +238,11 @@ class _Batch:
         return len(self.requests[row].prompt) + len(self.responses[row])
 
     def stopped(self, row: int) -> bool:
+        """Whether a row has ended."""
         return bool(self.responses[row]) and self.responses[row][-1] in self.stop_ids
 
     def active(self) -> list[int]:
+        """Rows that go on."""
         return [
             row
             for row, request in enumerate(self.requests)
@@ -248,6 +250,7 @@ class _Batch:
         ]
 
     def append(self, rows: list[int], tokens: list[int]) -> None:
+        """Add one token to each of the rows."""
         for row, token in zip(rows, tokens, strict=True):
             self.responses[row].append(token)
 
@@ -264,6 +267,7 @@ class _Batch:
         yield group
 
     def results(self) -> list[Generation]:
+        """What was generated, row by row."""
         return [
             Generation(request.sample_id, self.responses[row], truncated=not self.stopped(row))
             for row, request in enumerate(self.requests)

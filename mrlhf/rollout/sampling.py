@@ -317,6 +317,7 @@ def _keep_prefix(shard: _Shard, measure: Tensor, target: Tensor) -> Tensor:
     sums = torch.nn.functional.pad(measure.gather(1, index).double().cumsum(1), (1, 0))
 
     def mass(edge: Tensor, inclusive: bool) -> Tensor:
+        """Weight of the columns above an edge, over all shards."""
         count = torch.searchsorted(negated, -edge, right=inclusive)
         return gather_shards(sums.gather(1, count).squeeze(1), shard.group).sum(0)
 

@@ -205,6 +205,7 @@ class Checkpointer:
         folders: list[Path] = []
 
         def write() -> None:
+            """Make the folder, and write this rank's part into it."""
             made: list[Path] = []
             together(
                 lambda: made.append(store.prepare(done)) if dist.get_rank() == 0 else None, "the checkpoint's folder"
@@ -254,10 +255,12 @@ class Checkpointer:
         store, records = self._store(), {}
 
         def own() -> None:
+            """Checksums of this rank's share of the files."""
             names = file_names(folder)[dist.get_rank() :: dist.get_world_size()]
             records.update(file_records(folder, names))
 
         def commit() -> None:
+            """All checksums together into the marker, and the final name."""
             together(own, str(folder))
             files: dict[str, FileRecord] = {}
             for part in all_gather_objects(records):
@@ -316,6 +319,7 @@ class Checkpointer:
         found: list[tuple[Checkpoint | None, str]] = [(None, "never")]
 
         def look() -> None:
+            """On rank 0, the rank whose view of the folder counts."""
             resume = resume_now(self.config.output_dir, self.trainer.resume)
             if resume != "never" and dist.get_rank() == 0:
                 found[0] = latest(self.root) if resume == "auto" else locate(Path(resume)), resume
@@ -337,6 +341,7 @@ class Checkpointer:
         found: list[str] = []
 
         def look() -> None:
+            """On rank 0, the rank whose view of the folder counts."""
             if dist.get_rank() == 0:
                 found.append(leftover_owner(self.root) or new_run_id())
 

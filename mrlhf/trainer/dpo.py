@@ -116,6 +116,7 @@ def policy_loss(settings: DPOLossConfig) -> LossFunction:
     """The loss of a micro-batch of pairs and the head's log-probs ``[b, S]``, as a sum over pairs."""
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """From a micro-batch and the head's output."""
         return pair_loss(settings, batch, in_label_frame(output))
 
     return loss

@@ -139,6 +139,7 @@ class _Replay:
         self.reward: RewardModel = jobs.build_reward_model(job, 0)
 
     def run(self) -> None:
+        """Everything that is recorded, in its order."""
         expected = self.recording.expected
         frozen = self.reference.weights_hash(), self.reward.weights_hash()
         self._greedy("greedy", [self.recording.settings["eos_token_id"]])
@@ -287,6 +288,7 @@ def probe_logits(
     groups, vocab = actor.groups, actor.config.vocab_size
 
     def reduce(_: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Sum, first eight and argmax of a micro-batch's logits, over the vocabulary shards."""
         logits = logits[:, :s].float()
         start = groups.tp.rank() * logits.size(-1)
         columns = torch.arange(start, start + logits.size(-1), device=logits.device)

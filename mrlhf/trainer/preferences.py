@@ -41,6 +41,7 @@ class Inputs:
         pad_id, multiple = self.tokenizer.pad_id, job.pad_to_multiple
 
         def collate(examples: Sequence[PreferenceExample], first: int) -> RolloutBatch:
+            """Rows of pairs, the first of which has this number."""
             return pair_batch(examples, pad_id=pad_id, pad_to_multiple=multiple, first_id=first)
 
         return SupervisedTrainer(

@@ -18,6 +18,7 @@ def ptx_loss(unsup_coef: float) -> LossFunction:
     """``unsup_coef`` times the negative log-likelihood of the learned tokens; metrics are without the factor."""
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """From a micro-batch and the head's output."""
         total, metrics = nll_loss(batch, output)
         return unsup_coef * total, metrics
 

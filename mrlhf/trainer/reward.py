@@ -102,6 +102,7 @@ def reward_loss(settings: RewardLossConfig) -> LossFunction:
     """The loss of a micro-batch of pairs and the value head's output ``[b, S]``, as a sum over pairs."""
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """From a micro-batch and the value head's output."""
         return _with_loss(pair_terms(settings, batch, in_label_frame(output)))
 
     return loss

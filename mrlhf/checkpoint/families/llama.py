@@ -107,6 +107,7 @@ def _rope(values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
     kind = rope.get("rope_type", rope.get("type")) or "default"
 
     def number(name: str) -> float:
+        """A number of the RoPE scaling, which must be there."""
         if rope.get(name) is None:
             raise CheckpointError(f"{where}: key {key}.{name} is missing (needed by RoPE scaling {kind!r})")
         return float(rope[name])
@@ -138,6 +139,7 @@ def _read(values: Mapping[str, Any], where: str, family: str, defaults: Mapping[
             raise CheckpointError(f"{where}: key {key!r} is missing")
 
     def get(key: str) -> Any:
+        """A value of the file, or its default."""
         value = values.get(key)
         return defaults[key] if value is None else value
 

@@ -107,6 +107,7 @@ def expand(family: Family, config: ModelConfig) -> dict[str, Weight]:
     sizes = dimensions(config)
 
     def present(entry: Entry) -> bool:
+        """Whether a model of this configuration has the tensor."""
         return entry.requires is None or bool(getattr(config, entry.requires))
 
     weights = [_weight(family.embedding, sizes, None)]
