@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import signal
+import sys
 from collections.abc import Sequence
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,13 @@ _OUTPUT_LAYER = "output_layer."
 _fork = multiprocessing.get_context("fork")
 
 
+def _end_with_parent() -> None:
+    """Let the kernel end this process with the one that started it: else every killed rank leaves one behind."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # noqa: N806
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def use_forked_results_queue() -> None:
     """Start Megatron's result queue from a fork, once a process, where there is no CUDA.
 
@@ -30,7 +41,9 @@ def use_forked_results_queue() -> None:
     save, and an endless loop in a script without a ``__main__`` guard. With CUDA a fork is not safe, so it stays.
     """
     if not torch.cuda.is_available() and getattr(filesystem_async, "_results_queue", "absent") is None:
-        filesystem_async._results_queue = _fork.Manager().Queue()
+        manager = SyncManager(ctx=_fork)
+        manager.start(_end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
 
 
 def sharded_stage(chunk: Any, groups: ProcessGroupCollection) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mrlhf.parallel.heartbeat import Beat, read_beats
 from tests import ranks, tiny_run
 
@@ -46,6 +48,8 @@ class KillableRun:
     def __init__(self, world_size: int, inputs: Path, output: Path, overrides: tuple[str, ...]) -> None:
         """Start the ranks."""
         self.output, self.world_size = output, world_size
+        self.left: list[psutil.Process] = []
+        """Processes that the ranks had started and that outlived them."""
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self.processes = [], []
         store = os.path.join(self._folder.name, "store")
@@ -73,10 +77,15 @@ class KillableRun:
             time.sleep(0.002)
         time.sleep(delay)
         alive = process.is_alive() and not self._pipes[rank].poll()
+        ranks_alive = [psutil.Process(p.pid) for p in self.processes if p.is_alive()]
+        helpers = [child for parent in ranks_alive for child in parent.children(recursive=True)]
         for victim in (process, *self.processes):
             if victim.is_alive() and victim.pid is not None:
                 os.kill(victim.pid, signal.SIGKILL)
             victim.join()
+        _, self.left = psutil.wait_procs(helpers, timeout=10)
+        for helper in self.left:
+            helper.kill()
         last = {beat.pid: beat for beat in read_beats(self.output / "heartbeat", self.world_size)}
         self._folder.cleanup()
         return last.get(process.pid) if alive else None

@@ -66,6 +66,7 @@ def test_killed_at_a_random_moment(
     killed = KillableRun(2, inputs, tmp_path, LAYOUTS[layout])
     beat = killed.kill(rank, lambda beat: beat.steps >= step, delay)
     assert beat is None or beat.steps >= step
+    assert killed.left == []
     assert beat is not None or step >= STEPS - 1, "only the last phases can be over before the kill"
     saved = latest(tmp_path / "checkpoints")
     results = complete(2, inputs, tmp_path, *LAYOUTS[layout])
