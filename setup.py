@@ -21,7 +21,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

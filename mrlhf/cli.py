@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -57,14 +57,14 @@ C = TypeVar("C", bound=RunConfig)
 P = ParamSpec("P")
 
 
-class SemanticsChoice(str, Enum):
+class SemanticsChoice(StrEnum):
     """The two conventions of a recording."""
 
     STANDARD = "standard"
     DEEPSPEED_CHAT = "deepspeed_chat"
 
 
-class DtypeChoice(str, Enum):
+class DtypeChoice(StrEnum):
     """Number formats of converted weights."""
 
     FP32 = "fp32"
@@ -72,14 +72,14 @@ class DtypeChoice(str, Enum):
     FP16 = "fp16"
 
 
-class HeadChoice(str, Enum):
+class HeadChoice(StrEnum):
     """What stands on top of a converted model."""
 
     LM = "lm"
     VALUE = "value"
 
 
-class RoleChoice(str, Enum):
+class RoleChoice(StrEnum):
     """Models of a checkpoint."""
 
     ACTOR = "actor"
@@ -88,7 +88,7 @@ class RoleChoice(str, Enum):
     MODEL = "model"
 
 
-class TokenizerModelChoice(str, Enum):
+class TokenizerModelChoice(StrEnum):
     """Kinds of SentencePiece models."""
 
     BPE = "bpe"

@@ -5,10 +5,9 @@ The objects are frozen and refuse unknown keys. Read one with `mrlhf.config.load
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from mrlhf.config_schema import ReferenceConfig
 from mrlhf.config_sections import NaturalInt, NonNegativeFloat, PositiveFloat, Section

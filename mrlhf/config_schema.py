@@ -6,10 +6,9 @@ The objects are frozen and refuse unknown keys. Read one with `mrlhf.config.load
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from mrlhf.config_algorithm import PPOAlgorithmConfig, PTXConfig
 from mrlhf.config_sections import (

@@ -6,10 +6,9 @@ The objects are frozen and refuse unknown keys.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from typing_extensions import Self
 
 from mrlhf.planner import ParallelSizes
 

@@ -92,11 +92,6 @@ def train(config: RewardTrainingConfig | DPOConfig) -> Any:
     return trainer
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def read_examples(inputs: Path, name: str) -> list[PreferenceExample]:
     tokenizer = load_tokenizer(str(inputs / "policy"), None)
     return load_preferences([str(inputs / name)], tokenizer, max_length=200).examples

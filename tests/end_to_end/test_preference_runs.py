@@ -18,12 +18,12 @@ from tests.preference_run import (
     load_policy,
     make_inputs,
     read_examples,
-    read_lines,
     reward_config,
     train,
     write_pairs,
 )
 from tests.ranks import run_ranks
+from tests.tiny_run import read_lines
 
 WORDS = ["sea", "bird", "rain", "tree", "baker", "tea", "mud", "star", "robot", "bread", "wind", "stone"]
 

@@ -20,12 +20,12 @@ from tests.preference_run import (
     load_policy,
     make_inputs,
     read_examples,
-    read_lines,
     reward_config,
     torch_run,
     train,
 )
 from tests.ranks import run_ranks
+from tests.tiny_run import read_lines
 
 DATA = Path(__file__).parents[1] / "data"
 RUNS = {
