@@ -10,3 +10,7 @@ warnings.filterwarnings("ignore", message=r"Please use DTensor instead", categor
 warnings.filterwarnings("ignore", message=r"`load_state_dict` is deprecated", category=FutureWarning)
 # Advice for CUDA's streams; `mrlhf.parallel.launch.initialize` sets the variable where there is CUDA.
 warnings.filterwarnings("ignore", message=r"When using async grad allreduce")
+
+from mrlhf.megatron.device import import_megatron  # noqa: E402
+
+import_megatron()

@@ -70,6 +70,11 @@ _LOCAL_KERNELS = {
 }
 
 
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """``torch.compile`` that compiles nothing, called or as a decorator, with options or without."""
+    return _as_it_is if function is None else function
+
+
 def has_cuda() -> bool:
     """Whether this process computes on CUDA."""
     return torch.cuda.is_available()
@@ -95,6 +100,23 @@ def megatron_version() -> tuple[int, int, int]:
         low, high = (".".join(map(str, v)) for v in SUPPORTED)
         raise MrlhfError(f"megatron-core {__version__} is installed; mrlhf works with >={low},<{high}")
     return found
+
+
+def import_megatron() -> None:
+    """Import Megatron-Core; where torch is built without CUDA, leaving its fused functions as they are written.
+
+    Megatron-Core wraps them with ``torch.compile`` when it is imported, which loads Dynamo and Inductor: a third of the
+    start of a process, for functions that eager mode computes as well on a CPU.
+    """
+    if torch.version.cuda is not None:
+        importlib.import_module("megatron.core")
+        return
+    compiler = torch.compile
+    torch.compile = _as_it_is  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiler
 
 
 def install() -> None:

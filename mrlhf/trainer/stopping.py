@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mrlhf.parallel.collectives import all_gather_objects, group_device
 from mrlhf.parallel.heartbeat import Heartbeat
-from mrlhf.parallel.launch import shutdown, stopped_status
+from mrlhf.parallel.launch import is_peer_failure, shutdown, stopped_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send some time before they kill a job; Slurm's ``--signal`` names one and the time."""
@@ -64,6 +64,9 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if self._signal == _TERM and error is not None and is_peer_failure(error):
+            # It was no request: the launcher ends the ranks that are left when one has failed, and that one said why.
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def saved(self, seconds: float) -> None:
         """Say how long a save took; the longest one must still fit into the time limit."""

@@ -44,6 +44,17 @@ def test_known_versions(monkeypatch: pytest.MonkeyPatch, version: str, parts: tu
     assert device.megatron_version() == parts
 
 
+def test_importing_megatron_loads_no_compiler_where_torch_has_no_cuda() -> None:
+    code = (
+        "import sys, torch; before = torch.compile; import mrlhf.megatron.optimizer, mrlhf.checkpoint.training_state; "
+        "print(torch.compile is before, torch.version.cuda is not None, 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    same, built_for_cuda, compiler_loaded = done.stdout.split()
+    assert same == "True"
+    assert compiler_loaded == built_for_cuda
+
+
 def _patched() -> dict[str, Any]:
     found = {}
     for name in device._MODULES:

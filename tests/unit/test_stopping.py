@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from mrlhf.trainer.stopping import REPEAT_SECONDS, StopRequest, process_seconds
 from tests.ranks import run_ranks
+
+PEER_GONE = "gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:48827"
 
 
 def _signalled(folder: str, number: int, rank: int) -> list[str | None]:
@@ -87,3 +92,30 @@ def test_two_ranks_stop_together(tmp_path: Path) -> None:
 
 def test_the_time_of_a_process_begins_with_it() -> None:
     assert 0 < process_seconds() < 24 * 3600
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "status"),
+    [
+        ("SIGTERM", PEER_GONE, -signal.SIGTERM),
+        ("SIGTERM", "an error of its own", 3),
+        ("SIGUSR1", PEER_GONE, 3),
+        (None, PEER_GONE, 3),
+    ],
+)
+def test_the_signal_of_a_launcher_that_ends_what_is_left_is_no_request(
+    tmp_path: Path, number: str | None, error: str, status: int
+) -> None:
+    """torchrun signals the other ranks when one has failed, before or after they notice that it has gone."""
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from mrlhf.trainer.stopping import StopRequest
+try:
+    with StopRequest(Path(sys.argv[1])):
+        {f"os.kill(os.getpid(), signal.{number})" if number else "pass"}
+        raise RuntimeError({error!r})
+except RuntimeError:
+    sys.exit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == status
