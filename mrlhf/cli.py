@@ -139,6 +139,12 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
 ]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="auto|never|PATH", help="As trainer.resume: go on from a checkpoint.")
+]
+WeightsOnly = Annotated[
+    bool, typer.Option("--weights-only", help="With --resume PATH: its weights alone, for a run that begins at 0.")
+]
 TensorSize = Annotated[int, typer.Option("--tensor-model-parallel-size", "--tp", min=1, help="Tensor ranks.")]
 PipelineSize = Annotated[int, typer.Option("--pipeline-model-parallel-size", "--pp", min=1, help="Pipeline stages.")]
 Dtype = Annotated[DtypeChoice | None, typer.Option(help="Number format written; by default that of the source.")]
@@ -151,9 +157,17 @@ def _add_training(name: str, schema: type[RunConfig], module: str, summary: str)
 
     @app.command(name, cls=_configured_by(schema), help=summary)
     @_guarded
-    def train(config: ConfigArgument, overrides: Overrides = None, print_config: PrintConfig = False) -> int | None:
+    def train(
+        config: ConfigArgument,
+        overrides: Overrides = None,
+        print_config: PrintConfig = False,
+        resume: Resume = None,
+        weights_only: WeightsOnly = False,
+    ) -> int | None:
         """Called with what the user has given."""
-        return _run(schema, module, config, overrides, print_config)
+        chosen = [f"trainer.resume={resume}"] if resume else []
+        chosen += ["trainer.weights_only=true"] if weights_only else []
+        return _run(schema, module, config, [*(overrides or []), *chosen], print_config)
 
 
 _add_training("ppo", PPOConfig, "mrlhf.trainer.ppo", "Train an actor with PPO.")

@@ -143,7 +143,7 @@ class OutputConfig(Section):
     allow_changes: bool = Field(False, description="go on though data, models or seed are not those of the checkpoint")
     time_limit: PositiveFloat | None = Field(
         None,
-        description="minutes from the start of the process in which to save and stop (exit status 75); null: none",
+        description="minutes since the start (under torchrun: its own) in which to save and stop (exit status 75)",
     )
     tensorboard: bool = Field(True, description="write TensorBoard events beside metrics.jsonl")
     wandb: bool = Field(False, description="log to Weights & Biases, where installed")

@@ -21,6 +21,10 @@ class CheckpointError(MrlhfError):
     """A checkpoint is missing, incomplete or does not match the model; the message names the tensor or the file."""
 
 
+class RewardError(MrlhfError):
+    """A reward function or server failed, on some rank and for good; every rank raises this together."""
+
+
 def join_problems(headline: str, problems: Sequence[str]) -> str:
     """One message for several problems: the headline, then one indented line each."""
     return "\n".join([headline, *(f"  - {problem}" for problem in problems)])

@@ -109,12 +109,12 @@ class CheckpointStore:
         self.attempt = attempt
         self.root, self.run_id, self.rotation = root, run_id, rotation or Rotation()
 
-    def prepare(self, iteration: int, expected_bytes: int | None = None) -> Path:
+    def prepare(self, iteration: int, expected_bytes: int = 0) -> Path:
         """An empty folder for the files of a checkpoint; leftovers of this run's broken saves are removed first.
 
         Args:
             iteration: that the checkpoint follows.
-            expected_bytes: size of the checkpoint; by default that of the newest one, and unchecked without one.
+            expected_bytes: size of the checkpoint; 0: that of the newest one, if any.
 
         Returns:
             ``iter_NNNNNNN.incomplete``, with the attempt in its name if there is one.
@@ -133,10 +133,8 @@ class CheckpointStore:
                 )
         self.root.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
-        if expected_bytes is None:
-            saved = list_checkpoints(self.root)
-            expected_bytes = saved[-1].bytes if saved else 0
-        check_free_disk(self.root, expected_bytes)
+        newest = [checkpoint.bytes for checkpoint in list_checkpoints(self.root)[-1:]]
+        check_free_disk(self.root, expected_bytes or sum(newest))
         folder = self._incomplete(target)
         folder.mkdir(exist_ok=True)
         _write_synced(folder / OWNER, self.run_id)

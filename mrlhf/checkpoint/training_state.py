@@ -127,6 +127,26 @@ def save_state(
             queue.schedule_async_request(request)
 
 
+def state_bytes(models: Mapping[str, SavedModel], averages: Mapping[str, Average], *, optimizer: bool = True) -> int:
+    """About what `save_state` will write, for the first save of a run; all ranks of the world call this together.
+
+    Small tensors that tensor ranks hold in common (norms) count on each of them.
+    """
+    own = 0
+    for model in models.values():
+        groups = model.trainable.groups
+        if groups.dp.rank() or groups.cp.rank():
+            continue
+        kinds = len(optimizer_state.kinds(model.trainable)) if optimizer else 0
+        parameters = [p for chunk in model.trainable.modules for p in chunk.parameters()]
+        own += sum(p.numel() * (p.element_size() + 4 * kinds) for p in parameters)
+    for average in averages.values():
+        groups = models[average.model].trainable.groups
+        if not (groups.dp.rank() or groups.cp.rank()):
+            own += sum(tensor.numel() * tensor.element_size() for tensor in average.tensors.values())
+    return sum(all_gather_objects(own))
+
+
 def finish(queue: AsyncCallsQueue, *, blocking: bool) -> bool:
     """Whether no asynchronous save is under way any more; ``blocking`` waits. All ranks call this together.
 

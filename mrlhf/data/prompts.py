@@ -44,7 +44,7 @@ class PromptDataset:
 
     Attributes:
         prompts: in file order.
-        fingerprint: changes with the prompts and their order.
+        fingerprint: changes with the prompts' tokens (so with tokenizer and template), fields and order.
         skipped: malformed lines passed over.
         dropped: over-long prompts left out.
         truncated: over-long prompts cut to their last tokens.
@@ -146,7 +146,7 @@ def encode_prompts(
             truncated += 1
             ids = ids[-max_prompt_length:]
             text = tokenizer.decode(ids, skip_special_tokens=False)
-        digest.update(json.dumps([record.prompt, record.meta], sort_keys=True, default=str).encode())
+        digest.update(json.dumps([ids, record.meta], sort_keys=True, default=str).encode())
         prompts.append(Prompt(ids, text, dict.fromkeys(fields) | record.meta, record.line))
     if not prompts:
         raise DataError(

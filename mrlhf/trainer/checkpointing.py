@@ -35,6 +35,7 @@ from mrlhf.checkpoint.training_state import (
     load_state,
     read_state,
     save_state,
+    state_bytes,
     together,
 )
 from mrlhf.config_sections import OutputConfig, RunConfig
@@ -178,7 +179,7 @@ class Checkpointer:
         if self._saved != done:
             kept = f"the newest one is that of iteration {self._saved}" if self._saved else "there is none"
             raise CheckpointError(
-                f"the run was asked to stop after iteration {done}, but its state could not be saved, see the warnings "
+                f"the run ends early after iteration {done}, but its state could not be saved, see the warnings "
                 f"above; earlier checkpoints are as they were ({kept})"
             )
 
@@ -203,12 +204,15 @@ class Checkpointer:
             "trainer": self.state.state_dict(),
         }
         folders: list[Path] = []
+        optimizer = self.settings.optimizer
+        expected = state_bytes(self.state.models(), self.state.averages(), optimizer=optimizer)
 
         def write() -> None:
             """Make the folder, and write this rank's part into it."""
             made: list[Path] = []
             together(
-                lambda: made.append(store.prepare(done)) if dist.get_rank() == 0 else None, "the checkpoint's folder"
+                lambda: made.append(store.prepare(done, expected)) if dist.get_rank() == 0 else None,
+                "the checkpoint's folder",
             )
             folders.append(all_gather_objects(made)[0][0])
             save_state(
@@ -218,7 +222,7 @@ class Checkpointer:
                 common=common,
                 per_rank={"rank": dist.get_rank()},
                 layout=asdict(self.job.sizes),
-                optimizer=self.settings.optimizer,
+                optimizer=optimizer,
                 queue=self._queue,
             )
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from mrlhf.config_sections import OutputConfig
+from mrlhf.errors import CheckpointError, RewardError
 from mrlhf.parallel.heartbeat import Heartbeat
 from mrlhf.progress import Display, open_display
 from mrlhf.trainer.checkpointing import Checkpointer
@@ -36,7 +37,14 @@ class Looped(Protocol):
         """Say what is going to be done."""
 
     def advance(self, index: int, display: Display) -> dict[str, float]:
-        """One iteration with what belongs to it (evaluations); its metrics, complete on every rank."""
+        """One iteration; its metrics, complete on every rank.
+
+        Raises:
+            RewardError: on every rank, and the trainer is as it was before.
+        """
+
+    def measure(self, index: int, display: Display) -> dict[str, float]:
+        """Metrics of the evaluation that is due after an iteration, if one is. Raises `RewardError` on every rank."""
 
     def export(self, suffix: str = "") -> None:
         """Write the trained models; all ranks call this together."""
@@ -64,7 +72,7 @@ def run_loop(trainer: Looped, settings: OutputConfig, *, iterations: int, export
         )
         checkpoints.wandb_id = writers.run_id
     begun: dict[str, float] = {}
-    metrics: dict[str, float] = {}
+    metrics: Mapping[str, float] = {}
     with (
         open_display(settings.progress, iterations, rank=dist.get_rank(), first_step=first) as display,
         StopRequest(config.output_dir, time_limit_minutes=settings.time_limit) as stop,
@@ -73,9 +81,17 @@ def run_loop(trainer: Looped, settings: OutputConfig, *, iterations: int, export
         checkpoints.message = display.message
         trainer.announce(display)
         for index in range(first, iterations):
-            started, done = time.perf_counter(), index + 1
-            metrics = trainer.advance(index, display)
-            begun = begun or metrics
+            started, done = time.perf_counter(), index
+            try:
+                metrics = trainer.advance(index, display)
+                done = index + 1
+                metrics = {**metrics, **trainer.measure(index, display)}
+            except RewardError:
+                if writers is not None and done > index:
+                    writers.write(index, metrics)
+                _save_before_end(checkpoints, done, metrics, display, noun)
+                raise
+            begun = begun or dict(metrics)
             if writers is not None:
                 writers.write(index, metrics)
             display.iteration(done, metrics)
@@ -94,3 +110,17 @@ def run_loop(trainer: Looped, settings: OutputConfig, *, iterations: int, export
         display.message(trainer.summary(first, begun, metrics))
     if writers is not None:
         writers.close()
+
+
+def _save_before_end(
+    checkpoints: Checkpointer, done: int, metrics: Mapping[str, float], display: Display, noun: str
+) -> None:
+    """Keep what has been learned when the run cannot go on."""
+    if done == 0:
+        return
+    try:
+        checkpoints.stop(done, metrics)
+    except CheckpointError as error:
+        display.message(f"warning: {error}")
+        return
+    display.message(f"saved as after {noun} {done}: nothing is lost, trainer.resume=auto goes on from there")

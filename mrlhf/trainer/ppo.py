@@ -15,6 +15,7 @@ from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, shard
 from mrlhf.data.sft import SFTExample
 from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.errors import RewardError
 from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
@@ -169,8 +170,28 @@ class PPOTrainer:
         run_loop(self, trainer, iterations=trainer.iterations, exports=EXPORTS, noun="iteration")
 
     def advance(self, index: int, display: Display) -> dict[str, float]:
-        """`iterate`, and an evaluation where one is due."""
-        return self.iterate(index, display) | self._evaluate(index, display)
+        """`iterate`; where the reward fails, the trainer is as it was before."""
+        before = self.stream.state_dict()
+        try:
+            return self.iterate(index, display)
+        except RewardError:
+            # Nothing else has changed when scores are asked for.
+            self.stream.load_state_dict(before)
+            raise
+
+    def measure(self, index: int, display: Display) -> dict[str, float]:
+        """Metrics ``eval/...`` after every ``trainer.eval_interval`` iterations and the last one."""
+        done, trainer = index + 1, self.config.trainer
+        if self.evaluator is None or (done % trainer.eval_interval and done != trainer.iterations):
+            return {}
+        display.phase("evaluation")
+        self.heartbeat.phase("evaluation")
+        evaluation = self.evaluator.run()
+        if dist.get_rank() == 0:
+            write_evaluation(evaluation, self.config.output_dir, iteration=index)
+            display.message(f"held out, after iteration {done}: {evaluation.summary()}")
+            display.samples(evaluation.rows[: self.config.evaluation.samples_shown])
+        return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
 
     def summary(self, first: int, begun: Mapping[str, float], last: Mapping[str, float]) -> str:
         """How far the mean score has come."""
@@ -286,20 +307,6 @@ class PPOTrainer:
         if self.normalizer is not None:
             scores = self.normalizer.normalize(raw, self.job.groups.dp)
         return batch.replace(scores=scores, raw_scores=raw)
-
-    def _evaluate(self, iteration: int, display: Display) -> dict[str, float]:
-        """Metrics ``eval/...`` after every ``trainer.eval_interval`` iterations and the last one."""
-        done, trainer = iteration + 1, self.config.trainer
-        if self.evaluator is None or (done % trainer.eval_interval and done != trainer.iterations):
-            return {}
-        display.phase("evaluation")
-        self.heartbeat.phase("evaluation")
-        evaluation = self.evaluator.run()
-        if dist.get_rank() == 0:
-            write_evaluation(evaluation, self.config.output_dir, iteration=iteration)
-            display.message(f"held out, after iteration {done}: {evaluation.summary()}")
-            display.samples(evaluation.rows[: self.config.evaluation.samples_shown])
-        return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
 
     def announce(self, display: Display) -> None:
         """Say how the run is laid out, and what it reads."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mrlhf.data.prompts import Sample
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import MrlhfError
+from mrlhf.errors import MrlhfError, RewardError
 from mrlhf.parallel.collectives import Group, all_gather_objects
 from mrlhf.rl import Semantics
 from mrlhf.roles.micro_batches import Plan
@@ -163,7 +163,11 @@ class Scorer:
         self._parts: dict[str, torch.Tensor] = {}
 
     def scores(self, batch: RolloutBatch, plan: Plan, samples: Sequence[Sample]) -> torch.Tensor:
-        """``[B]`` fp32 on every rank of the replica."""
+        """``[B]`` fp32 on every rank of the replica; all ranks of the job call this together.
+
+        Raises:
+            RewardError: on every rank: a function or a server of some replica has failed.
+        """
         parts = {f"reward_model{i}": model.scores(batch, plan) for i, (model, _) in enumerate(self.models)}
         weights = [weight for _, weight in (*self.models, *self.functions)]
         if self.functions:
@@ -185,15 +189,24 @@ class Scorer:
     def _from_functions(self, batch: RolloutBatch, samples: Sequence[Sample]) -> list[list[float]]:
         """One rank of the replica calls the functions, which may be slow, random or counted; the others get a copy."""
         scores: list[Any] = [None]
+        failure: str | None = None
         if dist.get_rank(self.replica_group) == 0:
             prompts = [s.prompt.text for s in samples]
             responses = [self.tokenizer.decode(batch.response(row)) for row in range(batch.size)]
             keys = sorted({key for s in samples for key in s.prompt.meta})
             meta = {key: [s.prompt.meta.get(key) for s in samples] for key in keys}
             # A rank without rows (few held-out prompts, many replicas) has no fields either, and nothing to ask.
-            scores[0] = [
-                self._called(function, prompts, responses, meta) if responses else [] for function, _ in self.functions
-            ]
+            try:
+                scores[0] = [
+                    self._called(function, prompts, responses, meta) if responses else []
+                    for function, _ in self.functions
+                ]
+            except MrlhfError as error:
+                failure = str(error)
+        # The job ends as one, so that it can save first.
+        failures = [text for text in all_gather_objects(failure) if text is not None]
+        if failures:
+            raise RewardError(failures[0])
         dist.broadcast_object_list(scores, src=dist.get_process_group_ranks(self.replica_group)[0],
                                    group=self.replica_group)  # fmt: skip
         result: list[list[float]] = scores[0]

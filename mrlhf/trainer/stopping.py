@@ -43,7 +43,7 @@ class StopRequest:
 
         Args:
             folder: of the run, for the file ``stop``; rank 0 looks for it.
-            time_limit_minutes: of this process, counted from its start; None: no limit.
+            time_limit_minutes: of this process, see `process_seconds`; None: no limit.
             group: of all ranks; by default the world.
         """
         self.stop_file = folder / STOP_FILE
@@ -149,5 +149,11 @@ def run_to_end(trainer: Stoppable, *, export: bool) -> int:
 
 
 def process_seconds() -> float:
-    """Seconds since this process started, imports and the loading of models included."""
-    return time.time() - psutil.Process().create_time()
+    """Seconds since this process started, imports and the loading of models included.
+
+    Under torchrun since its agent started: ranks that it starts again have no more time than those before them.
+    """
+    process = psutil.Process()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        process = process.parent() or process
+    return time.time() - process.create_time()

@@ -164,11 +164,14 @@ class SupervisedTrainer(Generic[E]):
         run_loop(self, self.config.trainer, iterations=self.steps, exports=[MODEL], noun="step")
 
     def advance(self, index: int, display: Display) -> dict[str, float]:
-        """`iterate`, and a validation where one is due."""
-        metrics = self.iterate(index, display)
-        if self.validation is not None and self._due(index, self.config.trainer.eval_interval):
-            metrics |= self._validate(index + 1, display)
-        return metrics
+        """`iterate`."""
+        return self.iterate(index, display)
+
+    def measure(self, index: int, display: Display) -> dict[str, float]:
+        """Metrics ``validation/...`` after every ``trainer.eval_interval`` steps and the last one."""
+        if self.validation is None or not self._due(index, self.config.trainer.eval_interval):
+            return {}
+        return self._validate(index + 1, display)
 
     def iterate(self, step: int, display: Display) -> dict[str, float]:
         """One optimizer step; returns the metrics, complete on every rank."""

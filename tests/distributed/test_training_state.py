@@ -65,6 +65,11 @@ class Run:
             **options,
         )
 
+    def expected_bytes(self) -> int:
+        from mrlhf.checkpoint.training_state import Average, state_bytes
+
+        return state_bytes(self.models, {"ema": Average("actor", self.average)})
+
     def load(self, folder: Path, **options: Any) -> Any:
         from mrlhf.checkpoint.training_state import Average, load_state
 
@@ -113,6 +118,9 @@ def same_layout(model: Path, folder: Path, cases: list[tuple[dict[str, Any], str
         torch.manual_seed(dist.get_rank())  # is put back below
         drawn = torch.get_rng_state()
         assert not differing(saved, first.tensors()), "a save changes nothing"
+        written = sum(path.stat().st_size for path in (target / "tensors").rglob("*.distcp"))
+        # Beside the tensors there are headers, of about a kilobyte each, and states of random number generators.
+        assert written / 1.5 < first.expected_bytes() < written
         losses, after = first.step(2), first.tensors()
 
         second = Run(model, sizes, dtype, distributed)
@@ -188,6 +196,36 @@ def test_other_layouts_reshard(tmp_path: Path, distributed: bool, tied: bool) ->
         assert after == pytest.approx(losses, rel=2e-6)
         assert rate == pytest.approx(1e-3)  # the schedule has come to its end
     shutil.rmtree(tmp_path / "state")
+
+
+def pass_on(
+    model: Path, folder: Path, number: int, sizes: dict[str, Any], distributed: bool
+) -> tuple[Any, list[float], Any]:
+    """Load what the layout before has saved, train a step, save; the weights at both ends and the loss."""
+    run = Run(model, sizes, "fp32", distributed)
+    if number:
+        assert not run.load(folder / f"{number - 1}").same_layout
+    ends = [whole(run.trainable.modules, run.config, model, run.groups, folder / "weights")]
+    losses = run.step(1)
+    run.save(folder / f"{number}")
+    ends.append(whole(run.trainable.modules, run.config, model, run.groups, folder / "weights"))
+    return ends[0], losses, ends[1]
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_c13_a_chain_of_layouts(model: Path, tmp_path: Path, distributed: bool) -> None:
+    """TP2 x PP1, then TP1 x PP2, then TP2 x PP2: every hand-over keeps every bit, the losses are those of one run."""
+    straight = run_ranks(straight_on, 1, model, distributed)[0]
+    weights: Any = None
+    for number, (world, sizes) in enumerate([(2, TP2), (2, PP2), (4, TP2 | PP2)]):
+        before, losses, after = run_ranks(pass_on, world, model, tmp_path, number, sizes, distributed)[0]
+        assert weights is None or not differing(weights, before)
+        assert losses == pytest.approx(straight[number : number + 1], rel=2e-6)
+        weights = after
+
+
+def straight_on(model: Path, distributed: bool) -> list[float]:
+    return Run(model, {}, "fp32", distributed).step(3)
 
 
 def test_bf16_reshards_with_its_fp32_copies(model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.end_to_end.jobs import ROOT
 from tests.end_to_end.killed_run import BASE, ITERATIONS, PHASES, KillableRun, complete, run, tables
 
 LAYOUTS = {"tp": ("parallel.tensor_model_parallel_size=2",), "dp": ("optimizer.distributed=true",)}
+SAVES = {"each": (), "async": ("checkpoint.asynchronous=true",), "second": ("checkpoint.interval=2",)}
 STEPS = ITERATIONS * len(PHASES)
 
 
@@ -49,34 +50,37 @@ def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def moments(count: int) -> list[Any]:
-    """Layout, rank, number of the phase and seconds after its begin; the first ones are part of every test run."""
+    """Layout, saves, rank, number of the phase and seconds after its begin; the first are part of every test run."""
     chosen, source = [], random.Random(20)
     for index in range(count):
-        layout, rank = source.choice(list(LAYOUTS)), source.randrange(2)
-        moment = (layout, rank, source.randrange(1, STEPS + 2), source.uniform(0.0, 0.2))
-        chosen.append(pytest.param(*moment, marks=[pytest.mark.slow] if index >= 2 else [], id=f"{index}-{layout}"))
+        layout, saves, rank = list(LAYOUTS)[index % 2], list(SAVES)[index % 3], source.randrange(2)
+        moment = (layout, saves, rank, source.randrange(1, STEPS + 2), source.uniform(0.0, 0.2))
+        marks = [pytest.mark.slow] if index >= 2 else []
+        chosen.append(pytest.param(*moment, marks=marks, id=f"{index}-{layout}-{saves}"))
     return chosen
 
 
-@pytest.mark.parametrize(("layout", "rank", "step", "delay"), moments(20))
+@pytest.mark.parametrize(("layout", "saves", "rank", "step", "delay"), moments(20))
 def test_killed_at_a_random_moment(
-    layout: str, rank: int, step: int, delay: float, inputs: Path, whole: Whole, tmp_path: Path
+    layout: str, saves: str, rank: int, step: int, delay: float, inputs: Path, whole: Whole, tmp_path: Path
 ) -> None:
     weights, written = whole(layout)
-    killed = KillableRun(2, inputs, tmp_path, LAYOUTS[layout])
+    overrides = (*LAYOUTS[layout], *SAVES[saves])
+    killed = KillableRun(2, inputs, tmp_path, overrides)
     beat = killed.kill(rank, lambda beat: beat.steps >= step, delay)
     assert beat is None or beat.steps >= step
     assert killed.left == []
     assert beat is not None or step >= STEPS - 1, "only the last phases can be over before the kill"
     saved = latest(tmp_path / "checkpoints")
-    results = complete(2, inputs, tmp_path, *LAYOUTS[layout])
+    results = complete(2, inputs, tmp_path, *overrides)
     assert [r["weights"] for r in results] == weights
     assert tables(tmp_path) == written
     first = saved.iteration if saved is not None else 0
     assert [r["first"] for r in results] == [first, first]
     # What had been begun before the kill and the save of it is lost, nothing else is.
     done = ITERATIONS if beat is None else max(beat.iteration - 2, 0)
-    assert done <= first <= ITERATIONS
+    due = done - done % 2 if saves == "second" and beat is not None else done
+    assert due <= first <= ITERATIONS
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {f"iter_{i:07d}" for i in (ITERATIONS - 1, ITERATIONS)}
 

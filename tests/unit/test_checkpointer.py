@@ -92,7 +92,7 @@ def failed_saves(root: Path) -> None:
         checkpoints.stop(2, {})
         assert "checkpoint after iteration 2" in said[-1]
         fail(checkpoints, 2)
-        with pytest.raises(CheckpointError, match=r"asked to stop after iteration 3, but .* that of iteration 2"):
+        with pytest.raises(CheckpointError, match=r"ends early after iteration 3, but .* that of iteration 2"):
             checkpoints.stop(3, {})
         fail(checkpoints, 1)
         checkpoints.after(6, {})

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from mrlhf.cli import app
@@ -76,6 +77,22 @@ def test_configuration_from_overrides_alone() -> None:
     result = CliRunner().invoke(app, ["ppo", *overrides, "trainer.iterations=1", "--print-config"])
     assert result.exit_code == 0, result.output
     assert "iterations: 1" in result.output
+
+
+def test_resume_and_weights_only_are_options(file: Path) -> None:
+    def printed(*options: str) -> dict[str, object]:
+        result = CliRunner().invoke(app, ["ppo", str(file), *options, "--print-config"])
+        assert result.exit_code == 0, result.output
+        trainer: dict[str, object] = yaml.safe_load(result.output)["trainer"]
+        return trainer
+
+    assert printed("--resume", "auto")["resume"] == "auto"
+    assert printed("trainer.resume=never", "--resume", "runs/a", "--weights-only")["resume"] == "runs/a"
+    assert printed("--resume", "runs/a", "--weights-only")["weights_only"] is True
+    assert printed()["weights_only"] is False
+    done = mrlhf("ppo", str(file), "--weights-only")
+    assert done.returncode == 2
+    assert "weights_only needs the checkpoint whose weights are taken" in done.stderr
 
 
 def test_our_errors_are_one_message_without_traceback(file: Path) -> None:

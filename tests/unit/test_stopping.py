@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -90,8 +92,18 @@ def test_two_ranks_stop_together(tmp_path: Path) -> None:
     }
 
 
-def test_the_time_of_a_process_begins_with_it() -> None:
+def test_the_time_of_a_process_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < process_seconds() < 24 * 3600
+    code = "import time; from mrlhf.trainer.stopping import process_seconds; print(process_seconds())"
+    ages = []
+    for name in ("UNRELATED", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "x")
+        mine = time.time() - psutil.Process().create_time()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        ages.append(float(done.stdout) - mine)
+    # This process stands for the agent, which is older than its ranks by all that it did before.
+    assert ages[0] < ages[1]
+    assert ages[1] > 0
 
 
 @pytest.mark.parametrize(
