@@ -6,13 +6,14 @@ Only rank 0 builds writers. Values are put together over ranks first, by a colle
 
 from __future__ import annotations
 
-import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mrlhf.errors import ConfigError
+from mrlhf.lines import LineFile, cut_lines
 from mrlhf.types import Metric, merge_metrics
 
 if TYPE_CHECKING:
@@ -64,14 +65,17 @@ class MetricsWriter(Protocol):
 
 
 class JsonlWriter:
-    """One JSON object per iteration, on disk as soon as it is written.
+    """One JSON object per iteration, see `LineFile`.
 
     JSON has no NaN: such a value is written as null, and ``nonfinite`` in the same object tells which it was.
     """
 
     def __init__(self, path: Path, *, append: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a" if append else "w", encoding="utf-8")
+        if not append:
+            path.unlink(missing_ok=True)
+        path.touch()
+        self._file = LineFile(path)
 
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
         """Append one line with ``step`` and all metrics."""
@@ -80,12 +84,11 @@ class JsonlWriter:
         row.update(dict.fromkeys(bad))
         if bad:
             row["nonfinite"] = {name: str(value) for name, value in bad.items()}
-        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        self._file.write([row])
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Try once more to write what could not be written."""
+        self._file.write([])
 
 
 class TensorBoardWriter:
@@ -147,9 +150,13 @@ class Writers:
         return next((writer.run_id for writer in self.writers if isinstance(writer, WandbWriter)), None)
 
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
-        """Hand one iteration to every writer."""
+        """Hand one iteration to every writer; one whose disk or service fails is told of and left out from then on."""
         for writer in self.writers:
-            writer.write(step, metrics)
+            try:
+                writer.write(step, metrics)
+            except OSError as error:
+                self.writers = tuple(other for other in self.writers if other is not writer)
+                warnings.warn(f"{type(writer).__name__} stops in step {step}: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Close every writer."""
@@ -179,20 +186,3 @@ def open_writers(
     if tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", purge_step=first_step or None))
     return Writers([*writers, *optional])
-
-
-def cut_lines(path: Path, key: str, end: int) -> None:
-    """Keep the lines of a JSON lines file whose ``key`` is below ``end``; one that a dying process cut off goes too."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and row.get(key, end) < end:
-            kept.append(line)
-    part = path.with_name(f"{path.name}.tmp")
-    part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    part.replace(path)

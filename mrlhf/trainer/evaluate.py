@@ -10,14 +10,15 @@ from mrlhf.config_inference import EvalConfig
 from mrlhf.config_schema import RewardModelSource
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.folders import check_writable
+from mrlhf.lines import LineFile
 from mrlhf.parallel.launch import shutdown
 from mrlhf.progress import print_samples
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.sampling import SamplingParams
 from mrlhf.trainer import ppo_job as jobs
-from mrlhf.trainer.evaluation import EVALUATION_FILES, EvaluationSettings, Evaluator, write_evaluation
+from mrlhf.trainer.evaluation import EVALUATION_FILES, Evaluation, EvaluationSettings, Evaluator, write_evaluation
 from mrlhf.trainer.inputs import (
     check_fields,
     check_vocabulary,
@@ -50,12 +51,25 @@ def run(config: EvalConfig) -> None:
     actor, reference = jobs.build_policy(job), jobs.build_reference(job)
     evaluation = build_evaluator(job, actor, reference, scorer, tokenizer, dataset).run()
     if dist.get_rank() == 0:
-        write_evaluation(evaluation, folder)
+        _write(evaluation, folder)
         print_samples(evaluation.rows[: config.evaluation.samples_shown])
         print(evaluation.summary())
         print(f"{len(dataset)} prompts; see {folder / 'eval.json'} and eval_samples.jsonl beside it")
     dist.barrier()
     shutdown()
+
+
+def _write(evaluation: Evaluation, folder: Path) -> None:
+    """`write_evaluation`, in place of an earlier one. Raises `MrlhfError` where not all can be written."""
+    samples = LineFile(folder / "eval_samples.jsonl")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        samples.path.unlink(missing_ok=True)
+        write_evaluation(evaluation, samples)
+    except OSError as error:
+        raise MrlhfError(f"{folder}: {error}") from error
+    if samples.pending:
+        raise MrlhfError(f"{samples.path}: not all rows could be written")
 
 
 def _output_folder(config: EvalConfig) -> Path:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from mrlhf.data.prompts import Prompt, Sample
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.lines import LineFile
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.rl import Semantics, kl_estimate, masked_mean, masked_sum
 from mrlhf.roles.micro_batches import make_plan
@@ -190,13 +190,15 @@ def compare(batch: RolloutBatch, baseline: RolloutBatch, prompts: Sequence[Promp
     return Evaluation(metrics, _rows(batch, baseline, ours, theirs, prompts, tokenizer))
 
 
-def write_evaluation(evaluation: Evaluation, folder: Path, *, iteration: int | None = None) -> None:
-    """Append the rows to ``eval_samples.jsonl`` and write the numbers to ``eval.json``; rank 0 calls this."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_evaluation(evaluation: Evaluation, samples: LineFile, *, iteration: int | None = None) -> None:
+    """Append the rows to ``samples`` and write the numbers to ``eval.json`` beside it; rank 0 calls this.
+
+    Raises:
+        OSError: from the file system, for the numbers; rows that could not be written stay pending.
+    """
+    folder = samples.path.parent
     label = {} if iteration is None else {"iteration": iteration}
-    with (folder / "eval_samples.jsonl").open("a" if iteration is not None else "w", encoding="utf-8") as file:
-        for row in evaluation.rows:
-            file.write(json.dumps({**label, **row}, ensure_ascii=False) + "\n")
+    samples.write({**label, **row} for row in evaluation.rows)
     unfinished = folder / "eval.json.tmp"
     numbers = {name: value if math.isfinite(value) else None for name, value in evaluation.metrics.items()}
     unfinished.write_text(json.dumps({**label, **numbers}, indent=2) + "\n", encoding="utf-8")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from mrlhf.data.sft import SFTExample
 from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import RewardError
+from mrlhf.lines import LineFile
 from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
@@ -149,6 +148,8 @@ class PPOTrainer:
         self.kl_control: AdaptiveKL | None = None
         if config.ppo.kl_target is not None:
             self.kl_control = AdaptiveKL(config.ppo.kl_coef, target=config.ppo.kl_target, horizon=config.ppo.kl_horizon)
+        self.samples = LineFile(config.output_dir / "samples.jsonl")
+        self.held_out_samples = LineFile(config.output_dir / "eval_samples.jsonl")
         self.stopped: str | None = None
         self.normalizer = RunningMoments() if config.reward.normalize else None
         self.stream = PromptStream(
@@ -188,7 +189,10 @@ class PPOTrainer:
         self.heartbeat.phase("evaluation")
         evaluation = self.evaluator.run()
         if dist.get_rank() == 0:
-            write_evaluation(evaluation, self.config.output_dir, iteration=index)
+            try:
+                write_evaluation(evaluation, self.held_out_samples, iteration=index)
+            except OSError as error:
+                display.message(f"warning: eval.json could not be written: {error}; the numbers are in the metrics")
             display.message(f"held out, after iteration {done}: {evaluation.summary()}")
             display.samples(evaluation.rows[: self.config.evaluation.samples_shown])
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
@@ -324,9 +328,7 @@ class PPOTrainer:
         if dist.get_rank() != 0 or not interval or iteration % interval:
             return
         rows = sample_rows(batch, self.tokenizer, iteration)
-        with (Path(self.config.trainer.output_dir) / "samples.jsonl").open("a") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.samples.write(rows)
         for row in rows[:2]:
             display.message(_one_line(row))
 

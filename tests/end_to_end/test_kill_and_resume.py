@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mrlhf.checkpoint.saved import latest, list_checkpoints, verify
+from mrlhf.checkpoint.store import CheckpointStore
 from mrlhf.parallel.heartbeat import read_beats
 from tests import ranks, tiny_run
 from tests.end_to_end.jobs import ROOT
@@ -114,6 +117,66 @@ def test_disk_full_in_the_middle_of_a_save(asynchronous: str, inputs: Path, whol
     assert [r["first"] for r in results] == [1, 1]
     assert [r["weights"] for r in results] == weights
     assert tables(tmp_path) == written
+
+
+def _filled(inputs: Path, output: Path, overrides: tuple[str, ...], left: int) -> dict[str, Any]:
+    """`run` on a disk that someone else fills, but for ``left`` bytes, once a save has found room."""
+    prepare = CheckpointStore.prepare
+
+    def then_filled(store: CheckpointStore, *arguments: Any) -> Path:
+        folder = prepare(store, *arguments)
+        with (output.parent / "ballast").open("wb") as file:
+            file.write(bytes(max(shutil.disk_usage(output).free - left, 0)))
+        return folder
+
+    CheckpointStore.prepare = then_filled  # type: ignore[method-assign]
+    return run(inputs, output, overrides)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no disk of its own can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_disk_that_fills_up_at_any_byte_of_a_save(
+    asynchronous: str, inputs: Path, whole: Whole, small_disk: Path
+) -> None:
+    """In the description, in the tensors of either rank, in Megatron's small files, or in the marker."""
+    weights, written = whole("tp")
+    output = small_disk / "out"
+    layout = (*LAYOUTS["tp"], f"checkpoint.asynchronous={asynchronous}", "checkpoint.on_save_error=warn")
+    complete(2, inputs, output, *layout, "trainer.iterations=1")
+    first = latest(output / "checkpoints")
+    assert first is not None
+    ends = []
+    for left in (0, first.bytes // 3, *(first.bytes - kilobytes * 1024 for kilobytes in (32, 16, 8, 4, 0))):
+        try:
+            # A failure that all ranks know of: the training goes on.
+            results = ranks.run_ranks(_filled, 2, inputs, output, layout, left)
+            assert [r["weights"] for r in results] == weights
+            ends.append("went on")
+        except ranks.RankFailure as error:
+            ends.append(str(error))
+        assert latest(output / "checkpoints") == first
+        verify(first)
+        (small_disk / "ballast").unlink()
+    assert "went on" in ends
+    # What only rank 0 knows of ends the run, in one message.
+    assert all(end == "went on" or "start again with trainer.resume=auto" in end for end in ends), ends
+    results = complete(2, inputs, output, *layout)
+    assert [r["first"] for r in results] == [1, 1]
+    assert [r["weights"] for r in results] == weights
+    assert tables(output) == written
 
 
 def test_the_stop_file(inputs: Path, whole: Whole, tmp_path: Path) -> None:
