@@ -65,10 +65,104 @@ class ParallelConfig(Section):
         return ParallelSizes(world_size=world_size, **self.model_dump())
 
 
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+Fp8Role = Literal["actor", "critic", "reference", "reward"]
+FP8_TOKENS: dict[Fp8Recipe, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""Tokens of a rank in every FP8 product are a multiple of this (Megatron-Core's ``get_fp8_align_size``)."""
+
+
 class PrecisionConfig(Section):
-    """Number formats."""
+    """Number formats and kernels."""
 
     dtype: Dtype = Field("fp32", description="format of weights and activations; optimizer states stay in fp32")
+    kernels: Literal["auto", "local", "te"] = Field(
+        "auto",
+        description="layers and optimizer: auto: fused ones where they are installed and run; local: Megatron's and "
+        "torch's own; te: Transformer Engine's, or the run is refused",
+    )
+    fp8: Literal["hybrid", "e4m3"] | None = Field(
+        None, description="linear layers in FP8; hybrid: e4m3, gradients e5m2; e4m3: all e4m3; null: no FP8"
+    )
+    fp8_recipe: Fp8Recipe = Field(
+        "tensorwise",
+        description="scales: tensorwise: from each tensor itself; delayed: from the steps before; blockwise, mxfp8: by "
+        "block (mxfp8 needs Blackwell)",
+    )
+    fp8_margin: NaturalInt = Field(0, description="delayed: scales are divided by 2 to this power")
+    fp8_amax_history_len: PositiveInt = Field(1024, description="delayed: steps whose largest values are remembered")
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = Field(
+        "max", description="delayed: scale by the largest value of the history, or by the newest"
+    )
+    fp8_first_last_layers_bf16: NaturalInt = Field(
+        0, description="layers at either end that stay in precision.dtype; not with delayed"
+    )
+    fp8_roles: tuple[Fp8Role, ...] | None = Field(
+        None, description="models with FP8 layers; null: all (delayed: those that are trained)"
+    )
+    fp8_emulation: bool = Field(
+        False, description="round to FP8 values in ordinary kernels (tensorwise and delayed), on any machine"
+    )
+
+    def fp8_in(self, role: str, *, trained: bool) -> bool:
+        """Whether the model of ``role`` (``reward0``, ``reward1``, ... too) has FP8 layers."""
+        if self.fp8 is None:
+            return False
+        if self.fp8_roles is None:
+            # Delayed scales come from training passes; a frozen model would keep the first one, 1, for ever.
+            return trained or self.fp8_recipe != "delayed"
+        return role.rstrip("0123456789") in self.fp8_roles
+
+    @property
+    def token_multiple(self) -> int:
+        """Tokens on a rank are a multiple of it, in every pass of the run; 1 without FP8."""
+        return FP8_TOKENS[self.fp8_recipe] if self.fp8 is not None else 1
+
+    @model_validator(mode="after")
+    def _formats_that_exist(self) -> PrecisionConfig:
+        # Without fp8 the rest may stay, so that one override turns FP8 off.
+        problems = self._fp8_problems() if self.fp8 is not None else self._unused("fp8_emulation", "without fp8")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _unused(self, prefix: str, why: str) -> list[str]:
+        fields = type(self).model_fields
+        given = [n for n, f in fields.items() if n.startswith(prefix) and getattr(self, n) != f.default]
+        return [f"{name} has no meaning {why}; leave it out" for name in given]
+
+    def _fp8_problems(self) -> list[str]:
+        recipe, problems = self.fp8_recipe, []
+        if recipe == "delayed":
+            if self.fp8_first_last_layers_bf16:
+                problems.append(
+                    f"fp8_first_last_layers_bf16 {self.fp8_first_last_layers_bf16} cannot go with fp8_recipe delayed, "
+                    "which collects its scales over all layers of a pass; use fp8_recipe=tensorwise, or 0 layers"
+                )
+        else:
+            why = f"with fp8_recipe {recipe}, which keeps no history"
+            problems += self._unused("fp8_margin", why) + self._unused("fp8_amax_", why)
+        if self.fp8_roles is not None and not self.fp8_roles:
+            problems.append("fp8_roles is empty; name at least one model, or leave fp8 out")
+        if not self.fp8_emulation:
+            if self.dtype == "fp32":
+                problems.append(
+                    "fp8 needs dtype bf16 or fp16, since Transformer Engine's layers are not used for fp32; set "
+                    "dtype=bf16, or fp8_emulation=true"
+                )
+            if self.kernels == "local":
+                problems.append(
+                    "kernels=local leaves out Transformer Engine, which fp8 needs; set kernels=auto, or "
+                    "fp8_emulation=true"
+                )
+            return problems
+        if recipe in ("blockwise", "mxfp8"):
+            problems.append(
+                f"fp8_emulation knows the recipes tensorwise and delayed, not {recipe}; choose one of them, or run on a "
+                "GPU without fp8_emulation"
+            )
+        if self.kernels == "te":
+            problems.append("fp8_emulation is in the local layers; set kernels=auto, or fp8_emulation=false")
+        return problems
 
 
 class TokenizerConfig(Section):

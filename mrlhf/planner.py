@@ -80,6 +80,16 @@ class ParallelSizes:
         return text + (", sequence parallel" if self.sequence_parallel else "")
 
 
+def token_multiple(sizes: ParallelSizes, tokens: int = 1) -> int:
+    """What the width of rows is a multiple of, so that every rank gets a multiple of ``tokens`` of them.
+
+    Sequence parallelism divides the width over TP, context parallelism over CP. FP8 products take 16 tokens (MXFP8 32),
+    so that 16368 tokens become 16384 at TP 4, and 24 become 128 at TP 8.
+    """
+    tensor = sizes.tensor_model_parallel_size if sizes.sequence_parallel else 1
+    return tensor * sizes.context_parallel_size * tokens
+
+
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int, divisor: int = 128) -> int:
     """The vocabulary rounded up to a multiple of ``divisor * TP`` (Megatron's ``make_vocab_size_divisible_by``).
 
