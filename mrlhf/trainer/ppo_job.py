@@ -15,7 +15,7 @@ from mrlhf.config_sections import AdamConfig
 from mrlhf.errors import ConfigError
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.model_config import ModelConfig
-from mrlhf.parallel.launch import LaunchEnv, detect_launch
+from mrlhf.parallel.launch_env import LaunchEnv, detect_launch, explained
 from mrlhf.planner import check_sizes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -68,7 +68,8 @@ def check_job(config: PPOConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
             together.
     """
     env = detect_launch(os.environ)
-    check_run(config, env.world_size, models)
+    with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
+        check_run(config, env.world_size, models)
     return env
 
 
@@ -80,12 +81,14 @@ def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> PPOJob:
 def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_response_length: int) -> LaunchEnv:
     """`check_job` for a run without training, whose batch sizes are not looked at."""
     env = detect_launch(os.environ)
-    check_sizes(
-        config.parallel.sizes(env.world_size),
-        models,
-        max_prompt_length=config.data.max_prompt_length or 1,
-        max_response_length=max_response_length,
-    )
+    sizes = config.parallel.sizes(env.world_size)
+    with explained(env, sizes.model_parallel_size):
+        check_sizes(
+            sizes,
+            models,
+            max_prompt_length=config.data.max_prompt_length or 1,
+            max_response_length=max_response_length,
+        )
     return env
 
 

@@ -14,7 +14,7 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.data.vocabulary import check_same_vocabulary
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
-from mrlhf.parallel.launch import LaunchEnv, detect_launch
+from mrlhf.parallel.launch_env import LaunchEnv, detect_launch, explained
 from mrlhf.planner import size_problems
 from mrlhf.trainer.job import read_architectures
 from mrlhf.trainer.outputs import check_output_folder, check_writers
@@ -47,8 +47,9 @@ def check_job(config: SupervisedConfig, models: dict[str, ModelConfig]) -> Launc
         for role, model in models.items()
         if longest is not None and longest > model.max_position_embeddings
     ]
-    if problems:
-        raise ConfigError(join_problems("these sizes cannot work together:", problems))
+    with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
+        if problems:
+            raise ConfigError(join_problems("these sizes cannot work together:", problems))
     return env
 
 

@@ -15,12 +15,12 @@ from mrlhf.errors import ConfigError
 from mrlhf.parallel.launch import (
     LaunchEnv,
     detect_launch,
-    first_slurm_host,
     is_peer_failure,
     resolve_address,
     stopped_status,
 )
 from mrlhf.parallel.layout import Coordinates, RankGrid, data_parallel_slice
+from mrlhf.parallel.slurm import first_slurm_host
 from mrlhf.planner import ParallelSizes
 
 ROOT = Path(__file__).parents[2]
