@@ -12,9 +12,16 @@ import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
 import megatron.core.optimizer  # noqa: E402, F401
 import megatron.core.pipeline_parallel.schedules  # noqa: E402, F401
 import torch  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402, F401
 
 # Importing does not install anything (see `mrlhf.megatron.device`), so every worker still starts from nothing.
 import mrlhf.checkpoint.convert  # noqa: E402, F401
 import mrlhf.checkpoint.hf  # noqa: E402, F401
 import mrlhf.megatron.optimizer  # noqa: E402, F401
 import mrlhf.megatron.schedule  # noqa: E402, F401
+import mrlhf.trainer.dpo  # noqa: E402, F401
+import mrlhf.trainer.parity  # noqa: E402, F401
+import mrlhf.trainer.ppo  # noqa: E402, F401
+import mrlhf.trainer.reward  # noqa: E402, F401
+import mrlhf.trainer.sft  # noqa: E402, F401

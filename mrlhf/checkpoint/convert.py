@@ -29,7 +29,7 @@ from mrlhf.megatron import device
 from mrlhf.megatron.groups import build_groups
 from mrlhf.megatron.model import build_model
 from mrlhf.model_config import ModelConfig
-from mrlhf.parallel.launch import detect_launch, initialize
+from mrlhf.parallel.launch import detect_launch, initialize, shutdown
 from mrlhf.planner import ParallelSizes, check_sizes
 
 WEIGHTS = "weights"
@@ -102,7 +102,7 @@ def world() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        shutdown()
 
 
 def world_size() -> int:

@@ -19,9 +19,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrlhf.megatron import device
+from mrlhf.megatron.fp8 import Fp8, amax_reduction_group
 from mrlhf.megatron.heads import LogprobHead, ValueHead
 from mrlhf.megatron.rope import inverse_frequencies
-from mrlhf.megatron.spec import block_spec
+from mrlhf.megatron.spec import Kernels, block_spec
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes, padded_vocab_size
 
@@ -56,7 +57,24 @@ class SelectRequest:
     index: torch.Tensor
 
 
-class LanguageModelStage(GPTModel):
+class _Stage(GPTModel):
+    """What both kinds of stages add to Megatron's.
+
+    Attributes:
+        token_multiple: what the number of tokens on a rank must be a multiple of in every pass (FP8).
+    """
+
+    token_multiple: int = 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's, which finds the groups of the delayed FP8 recipe."""
+        if not self.config.fp8 or self.config.fp8_recipe != "delayed":
+            return super().forward(*args, **kwargs)
+        with amax_reduction_group(self.pg_collection):
+            return super().forward(*args, **kwargs)
+
+
+class LanguageModelStage(_Stage):
     """A GPT stage whose head answers `LogprobRequest` and `SelectRequest`, passed as ``labels``.
 
     ``labels`` is the one argument that Megatron's forward hands to the head untouched on every version.
@@ -82,7 +100,7 @@ class LanguageModelStage(GPTModel):
         return logits.transpose(0, 1)
 
 
-class ValueModelStage(GPTModel):
+class ValueModelStage(_Stage):
     """A GPT stage whose head gives one number per token: critic and reward model."""
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -94,11 +112,18 @@ class ValueModelStage(GPTModel):
 
 
 def transformer_config(
-    model: ModelConfig, sizes: ParallelSizes, *, dtype: torch.dtype, dropout: float = 0.0, initialize: bool = False
+    model: ModelConfig,
+    sizes: ParallelSizes,
+    *,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
+    initialize: bool = False,
+    fp8: Fp8 | None = None,
 ) -> TransformerConfig:
     """Megatron's configuration of ``model`` under ``sizes``.
 
-    Dropout comes from the argument alone; what a checkpoint's configuration says is for its own pre-training.
+    Dropout comes from the argument alone; what a checkpoint's configuration says is for its own pre-training. Emulated
+    ``fp8`` is not in it: without Transformer Engine Megatron would pass over it, or stumble in recomputation.
     """
     if model.attention_output_bias != model.mlp_bias:
         raise ValueError(
@@ -151,6 +176,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        **(fp8.transformer_fields() if fp8 is not None else {}),
     )
 
 
@@ -166,6 +192,8 @@ def build_model(
     trainable: bool = True,
     value_bias: bool = False,
     masked: bool = False,
+    fp8: Fp8 | None = None,
+    kernels: Kernels = "auto",
 ) -> list[GPTModel]:
     """Build this rank's stages, on its device, in evaluation mode.
 
@@ -181,23 +209,28 @@ def build_model(
         trainable: whether parameters require gradients.
         value_bias: whether a value head has a bias.
         masked: whether the model will be given attention masks (see `mrlhf.megatron.spec.choose_parts`).
+        fp8: of the linear layers; heads and embeddings stay in ``dtype``.
+        kernels: see `mrlhf.megatron.spec.choose_parts`.
 
     Returns:
         One stage, or one for each virtual pipeline stage in order.
     """
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     virtual = sizes.virtual_pipeline_model_parallel_size
-    config = transformer_config(model, sizes, dtype=dtype, dropout=dropout, initialize=initialize)
+    config = transformer_config(model, sizes, dtype=dtype, dropout=dropout, initialize=initialize, fp8=fp8)
     chunks: list[GPTModel] = []
     for stage in range(virtual or 1):
         first = pp_rank == 0 and stage == 0
         last = pp_rank == pp_size - 1 and stage == (virtual or 1) - 1
-        spec = block_spec(config, pp_rank, stage if virtual else None, masked=masked)
+        spec = block_spec(
+            config, pp_rank, stage if virtual else None, masked=masked, kernels=kernels, fp8=fp8, groups=groups
+        )
         chunk = _build_stage(model, config, groups, spec, head, first, last, stage if virtual else None)
         if last:
             _replace_head(chunk, model, config, groups, head, value_bias)
         _mark_sharded(chunk)
         chunk.requires_grad_(trainable)
+        chunk.token_multiple = fp8.token_multiple if fp8 is not None else 1
         chunks.append(chunk.to(device.device()).eval())
     return chunks
 

@@ -18,11 +18,15 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mrlhf.errors import ConfigError, MrlhfError
+from mrlhf.parallel.heartbeat import is_timeout
 from mrlhf.parallel.launch_env import LaunchEnv
 from mrlhf.parallel.launch_env import detect_launch as detect_launch
+
+if TYPE_CHECKING:
+    from mrlhf.parallel.pulse import Pulse
 
 Result = TypeVar("Result")
 
@@ -76,7 +80,8 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
     import torch
     import torch.distributed as dist
 
-    from mrlhf.parallel.rendezvous import fresh_store, keeps_store
+    from mrlhf.parallel.pulse import start_pulse
+    from mrlhf.parallel.rendezvous import join_store
 
     env = resolve_address(env)
     cuda = torch.cuda.is_available()
@@ -95,7 +100,7 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
     if env.world_size == 1:
         dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return env
-    # For libraries that look themselves, and for torch's env:// rule, which knows about torchrun's own store.
+    # For libraries that look themselves.
     os.environ.update(
         RANK=str(env.rank),
         WORLD_SIZE=str(env.world_size),
@@ -104,11 +109,10 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
         MASTER_ADDR=str(env.master_addr),
         MASTER_PORT=str(env.master_port),
     )
-    if keeps_store(os.environ):
-        store = fresh_store(str(env.master_addr), int(env.master_port or 0), env.rank, env.world_size, timeout)
-        dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-        return env
-    dist.init_process_group(chosen, init_method="env://", timeout=timeout)
+    address, port = str(env.master_addr), int(env.master_port or 0)
+    prefix, store = join_store(address, port, env.rank, env.world_size, timeout)
+    start_pulse(address, port, prefix, env.rank, env.world_size)
+    dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     return env
 
 
@@ -127,6 +131,9 @@ def device_index(env: LaunchEnv, visible: int, environ: Mapping[str, str]) -> in
 
 def shutdown() -> None:
     """Destroy all process groups, if there are any."""
+    pulse = _pulse()
+    if pulse is not None:
+        pulse.leave()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -137,8 +144,9 @@ def run_guarded(main: Callable[[], Result], env: LaunchEnv, grace: float = PEER_
 
     The rank that fails first prints its traceback as the last thing it does and exits with 1, past all destructors
     that could wait for peers. Ranks that fail only since a peer has gone wait ``grace`` seconds, in which the launcher
-    normally ends them, then print one line. An error of ours (`MrlhfError`) is shown by rank 0 as its message alone,
-    exit status 2; the same error of another rank waits too, since rank 0 usually has it as well.
+    normally ends them, then print one line with the ranks and nodes that have gone (`mrlhf.parallel.pulse`). An error
+    of ours (`MrlhfError`) is shown by rank 0 as its message alone, exit status 2; the same error of another rank waits
+    too, since rank 0 usually has it as well.
 
     A single process lets exceptions pass, for the caller to show.
     """
@@ -159,16 +167,23 @@ def run_guarded(main: Callable[[], Result], env: LaunchEnv, grace: float = PEER_
         _end_job(130, "")
     except MrlhfError as error:
         _record(error)
+        _tell(error)
         if env.rank != 0:
             time.sleep(grace)
             _end_job(2, f"[rank {env.rank}] error: {error}")
         _end_job(2, f"error: {error}")
     except BaseException as error:
         if is_peer_failure(error):
-            time.sleep(grace)
             first_line = (str(error).splitlines() or [""])[0]
-            _end_job(1, f"[rank {env.rank}] stopped, since another rank ended: {type(error).__name__}: {first_line}")
+            lost = _gone(grace)
+            who = f"{lost}; " if lost else ""
+            _end_job(
+                1, f"[rank {env.rank}] stopped, since another rank ended: {who}{type(error).__name__}: {first_line}"
+            )
+        if is_timeout(error) and (lost := _gone(grace)):
+            error.add_note(lost)
         _record(error)
+        _tell(error)
         _end_job(1, "".join(f"[rank {env.rank}] {line}\n" for line in traceback.format_exc().splitlines()))
     shutdown()
     return result
@@ -224,6 +239,27 @@ def _record(error: BaseException) -> None:
             json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
     except OSError:
         pass
+
+
+def _pulse() -> Pulse | None:
+    # Not imported here: whoever has none needs no torch.
+    module = sys.modules.get("mrlhf.parallel.pulse")
+    return module.own_pulse() if module is not None else None
+
+
+def _tell(error: BaseException) -> None:
+    pulse = _pulse()
+    if pulse is not None:
+        pulse.tell(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+def _gone(seconds: float) -> str:
+    """Which other ranks have ended, as far as can be told in ``seconds``, which this takes."""
+    pulse = _pulse()
+    if pulse is not None:
+        return pulse.gone(seconds)
+    time.sleep(seconds)
+    return ""
 
 
 def _free_port() -> int:

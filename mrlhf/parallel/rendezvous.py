@@ -8,6 +8,7 @@ agent counts its own restarts. So rank 0 invents one, and hands it out.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -23,14 +24,19 @@ def keeps_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def fresh_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The agent's store, with a prefix that only the ranks of this start know.
+def join_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> tuple[str, dist.Store]:
+    """The store in which the ranks of this start meet, and the prefix of keys that are its own.
 
     Raises:
-        RuntimeError: ranks did not come within ``timeout``; on rank 0 the message names them.
+        RuntimeError: ranks did not come within ``timeout``; under torchrun the message names them.
     """
-    base = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"mrlhf/{agree(base, rank, world_size, timeout)}", base)
+    serves = rank == 0 and not keeps_store(os.environ)
+    base = dist.TCPStore(
+        address, port, world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+    # A store of rank 0 ends with it, and the next start has a new one.
+    prefix = f"mrlhf/{agree(base, rank, world_size, timeout)}" if keeps_store(os.environ) else "mrlhf"
+    return prefix, dist.PrefixStore(prefix, base)
 
 
 def agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

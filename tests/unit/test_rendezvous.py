@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from mrlhf.parallel.rendezvous import agree, fresh_store, keeps_store
+from mrlhf.parallel.rendezvous import agree, join_store, keeps_store
 
 WORLD = 3
 TIMEOUT = timedelta(seconds=20)
@@ -47,9 +47,11 @@ def test_ranks_that_do_not_come_are_named(agent: dist.TCPStore) -> None:
         agree(agent, 0, WORLD, timedelta(seconds=0.2))
 
 
-def test_keys_of_another_start_are_not_seen(agent: dist.TCPStore) -> None:
+def test_keys_of_another_start_are_not_seen(agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
     def store_of(rank: int) -> dist.Store:
-        return fresh_store("127.0.0.1", agent.port, rank, 2, TIMEOUT)
+        return join_store("127.0.0.1", agent.port, rank, 2, TIMEOUT)[1]
 
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(store_of, range(2))
