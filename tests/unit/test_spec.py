@@ -14,9 +14,9 @@ from mrlhf.megatron.attention import CachedSelfAttention, SDPAttention
 from mrlhf.megatron.norms import TorchNorm
 from mrlhf.megatron.spec import Parts, choose_parts
 
-TE = Parts("transformer_engine", "transformer_engine", "transformer_engine")
-TORCH = Parts("local", "sdpa", "torch")
-APEX = Parts("local", "sdpa", "apex")
+TE = Parts("transformer_engine", "transformer_engine", "transformer_engine", "transformer_engine")
+TORCH = Parts("local", "sdpa", "torch", "torch")
+APEX = Parts("local", "sdpa", "apex", "apex")
 
 
 def expected(cuda: bool, transformer_engine: bool, apex: bool, half: bool) -> Parts:
@@ -24,6 +24,9 @@ def expected(cuda: bool, transformer_engine: bool, apex: bool, half: bool) -> Pa
         return TORCH
     if transformer_engine and half:
         return TE
+    if transformer_engine:
+        # Megatron takes its optimizer for every dtype.
+        return Parts("local", "sdpa", "apex" if apex else "torch", "transformer_engine")
     return APEX if apex else TORCH
 
 
@@ -31,7 +34,10 @@ def expected(cuda: bool, transformer_engine: bool, apex: bool, half: bool) -> Pa
 def test_every_combination(cuda: bool, te: bool, apex: bool, half: bool) -> None:
     parts = choose_parts(cuda=cuda, transformer_engine=te, apex=apex, half=half)
     assert parts == expected(cuda, te, apex, half)
-    assert parts.describe() == f"layers: {parts.layers}, attention: {parts.attention}, norm: {parts.norm}"
+    assert parts.describe() == (
+        f"layers: {parts.layers}, attention: {parts.attention}, norm: {parts.norm}, optimizer: {parts.optimizer} Adam"
+    )
+    assert choose_parts(cuda=cuda, transformer_engine=te, apex=apex, half=half, kernels="local") == TORCH
 
 
 def package(root: Path, name: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
