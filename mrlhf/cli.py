@@ -14,7 +14,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from mrlhf import __version__
+from mrlhf import __version__, cli_plan
 from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
 from mrlhf.config_inference import EvalConfig, GenerateConfig
 from mrlhf.config_preferences import DPOConfig, RewardTrainingConfig
@@ -218,6 +218,9 @@ def generate(
 
     target = output or Path(loaded.trainer.output_dir) / "responses.jsonl"
     run(loaded, prompts=Path(loaded.data.prompts), output=target)
+
+
+app.command("plan", cls=_configured_by(PPOConfig))(_guarded(cli_plan.plan))
 
 
 @app.command()

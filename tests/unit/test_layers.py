@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "mrlhf"
 LAYERS = {
     "errors": 0,
     "folders": 0,
+    "lines": 0,
     "config": 0,
     "config_schema": 0,
     "config_algorithm": 0,
@@ -20,6 +21,7 @@ LAYERS = {
     "config_supervised": 0,
     "config_preferences": 0,
     "planner": 0,
+    "planning": 0,
     "model_config": 0,
     "types": 1,
     "rl": 1,
@@ -34,6 +36,7 @@ LAYERS = {
     "trainer": 5,
     "report": 5,
     "cli": 6,
+    "cli_plan": 6,
     "__main__": 6,
 }
 MEGATRON = ("megatron", "transformer_engine", "apex")

@@ -1,0 +1,183 @@
+"""Activations: what is kept for the backward pass, and the working memory of a layer.
+
+Per layer and micro-batch of ``n`` tokens, with ``e`` bytes an element, ``s = t`` under sequence parallelism, else 1.
+Kept for the backward pass, after Korthikanti et al. 2022 (arXiv:2205.05198, section 4), without the terms that do not
+arise here (no score matrix: attention is fused; no dropout masks at dropout 0) and with grouped keys and SwiGLU:
+
+- inputs and outputs of both norms: ``4 n h e / s``
+- queries, keys, values: ``n (a + 2 g) d e / t``; the attention's output: ``n a d e / t`` (twice with torch's kernel,
+  whose layout is another one than the next product's); its log-sum-exp: ``4 n a / t``
+- gate and up, and their product: ``3 n f e / t`` (``4`` where SwiGLU is not one operation, which keeps ``silu(gate)``)
+
+Under full recomputation (Chen et al. 2016, arXiv:1604.06174) a layer keeps its input ``n h e / s`` alone.
+
+Under 1F1B, stage ``i`` of ``p`` holds ``min(m, p - i)`` micro-batches at once, and with ``v`` virtual stages
+``min(m v, 2 (p - i - 1) + (v - 1) p + 1)`` chunks of ``1 / v`` of its layers (Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2, and Megatron's ``get_pp_rank_microbatches``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrlhf.planning.job import Job, Role, Rows
+from mrlhf.planning.parameters import StageParameters
+
+CUDA_TILE, CPU_TILE = (2048, 4096), (512, 1024)
+"""Tokens and columns of a tile of logits (`mrlhf.parallel.tiled_head`)."""
+BLOCK_TOKENS = 4096
+"""Tokens whose gradients are summed in fp32 at once (`mrlhf.parallel.tiled_head`)."""
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Bytes of a training pass on one rank.
+
+    Attributes:
+        kept: of all micro-batches in flight.
+        working: of the layer whose backward pass runs.
+        head: of the output layer.
+        gradient: the gradient of the largest matrix on its way into the buffer.
+    """
+
+    kept: int
+    working: int
+    head: int
+    gradient: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.kept + self.working + self.head + self.gradient
+
+
+def layer_kept(job: Job, role: Role, tokens: int, *, fp8: bool = False) -> int:
+    """Bytes that one layer keeps for the backward pass of ``tokens``; an FP8 layer keeps products' inputs as bytes."""
+    model, e, t, s = role.model, job.element_bytes, role.sizes.tensor_model_parallel_size, role.sequence_split
+    n = _local(role, tokens)
+    query, both = model.num_attention_heads * model.head_dim, 2 * model.num_query_groups * model.head_dim
+    ffn, gated = model.ffn_hidden_size, model.activation == "swiglu"
+    linear = 1 if fp8 else e
+    norms = n * model.hidden_size * 2 * (e + linear) // s
+    attention = n * (query + both) * e // t + n * query * (linear if job.transformer_engine else 2 * e) // t
+    attention += 4 * n * model.num_attention_heads // t
+    mlp = n * ffn * (2 if gated else 1) * e // t + n * ffn * linear // t
+    if gated and not job.cuda:
+        mlp += n * ffn * e // t
+    return norms + attention + mlp
+
+
+def layer_work(job: Job, role: Role, tokens: int) -> int:
+    """Bytes that a layer works with in a pass without gradient of ``tokens``, its input and output included."""
+    model, e, t, s = role.model, job.element_bytes, role.sizes.tensor_model_parallel_size, role.sequence_split
+    n = _local(role, tokens)
+    query = model.num_attention_heads * model.head_dim // t
+    qkv = query + 2 * model.num_query_groups * model.head_dim // t
+    ffn, h = model.ffn_hidden_size // t, model.hidden_size
+    gathered = h if s > 1 else 0
+    residual = 2 * h // s
+    attention = residual + gathered + 2 * qkv + query
+    inner = (3 if job.cuda else 4) if model.activation == "swiglu" else 2
+    mlp = residual + gathered + inner * ffn
+    # The output before it is reduced (and, under sequence parallelism, scattered).
+    return n * e * (max(attention, mlp) + h)
+
+
+def backward_work(job: Job, role: Role, tokens: int) -> int:
+    """Bytes that the backward pass of a layer works with: gradients of the MLP's tensors and gathered inputs."""
+    model, e, t, s = role.model, job.element_bytes, role.sizes.tensor_model_parallel_size, role.sequence_split
+    n, h, ffn = _local(role, tokens), model.hidden_size, model.ffn_hidden_size // t
+    inner = (3 if job.cuda else 4) if model.activation == "swiglu" else 2
+    full = 3 if s > 1 else 2
+    return n * e * (full * h + h // s + inner * ffn)
+
+
+def in_flight(role: Role, stage: int, micro_batches: int) -> tuple[int, int]:
+    """Chunks of layers whose activations are held at once on a pipeline rank, and virtual stages a rank has."""
+    p, v = role.sizes.pipeline_model_parallel_size, role.sizes.virtual_stages
+    if v == 1:
+        return min(micro_batches, p - stage), 1
+    return min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1), v
+
+
+def micro_batches(job: Job, role: Role) -> int:
+    """Micro-batches of an optimizer step on one rank."""
+    rows = -(-job.minibatch // role.sizes.data_parallel_size)
+    return max(-(-rows // job.train.count), 1)
+
+
+def training(job: Job, role: Role, stage_index: int) -> TrainingBytes:
+    """Bytes of the largest training pass of ``role`` on a pipeline rank."""
+    stage = role.stages[stage_index]
+    sizes = [_training(job, role, stage, stage_index, job.train, micro_batches(job, role))]
+    if job.text_micro_batch is not None and role is job.roles[0]:
+        count = max(-(-job.text_rows // role.sizes.data_parallel_size // job.text_micro_batch.count), 1)
+        sizes.append(_training(job, role, stage, stage_index, job.text_micro_batch, count))
+    return max(sizes, key=lambda part: part.total)
+
+
+def _training(
+    job: Job, role: Role, stage: StageParameters, index: int, rows: Rows, micro_batch_count: int
+) -> TrainingBytes:
+    e, h, s = job.element_bytes, role.model.hidden_size, role.sequence_split
+    n = _local(role, rows.tokens)
+    chunks, virtual = in_flight(role, index, micro_batch_count)
+    residual = n * h * e // s
+    one = layer_kept(job, role, rows.tokens)
+    whole = stage.layers * one - role.fp8_layers(index) * (one - layer_kept(job, role, rows.tokens, fp8=True))
+    kept = chunks * (stage.layers * residual if job.recompute else whole) // virtual
+    working = backward_work(job, role, rows.tokens)
+    if job.recompute:
+        working += one
+    if role.sizes.pipeline_model_parallel_size > 1:
+        working += 2 * residual
+    head = 0
+    if stage.final_norm:
+        # Input and output of the last norm.
+        kept += 2 * residual
+        head = head_bytes(job, role, rows, backward=True)
+    return TrainingBytes(kept, working, head, stage.largest * e)
+
+
+def inference(job: Job, role: Role, stage_index: int, rows: Rows) -> tuple[int, int]:
+    """Bytes of a pass without gradient on a pipeline rank: layers, head."""
+    stage = role.stages[stage_index]
+    work = layer_work(job, role, rows.tokens)
+    if role.sizes.pipeline_model_parallel_size > 1:
+        work += 2 * _local(role, rows.tokens) * role.model.hidden_size * job.element_bytes // role.sequence_split
+    return work, head_bytes(job, role, rows, backward=False) if stage.final_norm else 0
+
+
+def head_bytes(job: Job, role: Role, rows: Rows, *, backward: bool) -> int:
+    """Bytes of the output layer: tiles of logits, hidden states as it reads them, statistics of each position.
+
+    A value head converts its share of the hidden states to fp32. The log-prob head (`mrlhf.parallel.tiled_head`) has a
+    tile of tokens x columns in the run's dtype and one in fp32 (one more with entropy), the hidden states
+    gathered over tensor ranks under sequence parallelism, and 3 or 4 numbers of each wanted position from every tensor
+    rank. Its backward pass adds the gradients of hidden states and weight and the sums of one block in fp32.
+    """
+    model, e, t, s = role.model, job.element_bytes, role.sizes.tensor_model_parallel_size, role.sequence_split
+    n, h = _local(role, rows.tokens), model.hidden_size
+    if role.head == "value":
+        return n * h * 4 // s * (2 if backward else 1) + 4 * n
+    wanted = min(rows.count * rows.wanted, n)
+    columns, tile = -(-model.vocab_size // t), CUDA_TILE if job.cuda else CPU_TILE
+    tokens, width = min(tile[0], max(wanted, 1)), min(tile[1], columns)
+    entropy = job.entropy and backward and role is job.roles[0]
+    half = e < 4
+    fp32_tiles = int(half) + int(entropy)
+    total = tokens * width * (e + 4 * fp32_tiles) + tokens * h * e
+    total += wanted * 4 * (4 if entropy else 3) * (1 + t)
+    if s > 1:
+        total += n * h * e
+    if not backward:
+        return total
+    block = min(wanted, BLOCK_TOKENS)
+    total += n * h * e + block * h * (e + 4)
+    total += max(tokens, width) * h * e + (width * h * 4 if half else 0)
+    return total
+
+
+def _local(role: Role, tokens: int) -> int:
+    """Tokens on one of the ranks that share a sequence."""
+    return -(-tokens // role.sizes.context_parallel_size)

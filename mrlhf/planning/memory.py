@@ -1,0 +1,218 @@
+"""Bytes on one rank: what stays for the whole run, and what each phase needs on top.
+
+The formulas say what this code base allocates, not what an ideal one would:
+
+- Gradients are Megatron's DDP buffer: 4 bytes a parameter in any dtype, on every rank, also with the distributed
+  optimizer (``grad_reduce_in_fp32``).
+- Adam keeps two fp32 moments, and an fp32 copy of every bf16 or fp16 parameter; with the distributed optimizer these
+  12 (fp32: 8) bytes are divided by the data-parallel size (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1).
+- All models stay on the GPU for the whole run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from mrlhf.planning import activations
+from mrlhf.planning.job import Job, Role, Rollout
+from mrlhf.planning.parameters import StageParameters
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens that go through the model at once (`mrlhf.rollout.engine`)."""
+
+PHASES = ("rollout", "inference", "train", "optimizer", "save")
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """Bytes of one model that are there in every phase."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    average: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer + self.average
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """Bytes of one phase on one rank, of all models together.
+
+    Attributes:
+        weights: of all models, in the run's dtype.
+        gradients: fp32 buffers of the trained models.
+        optimizer: moments and fp32 copies.
+        average: the weight average (``ppo.ema_decay``).
+        activations: what is kept for backward passes, and the working memory of a layer.
+        head: chunks of logits and what the output layer works with.
+        kv_cache: keys and values of the sequences being generated.
+        rows: token ids, masks and numbers per token of the rows.
+        buffers: communication and other temporary buffers.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    average: int = 0
+    activations: int = 0
+    head: int = 0
+    kv_cache: int = 0
+    rows: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def as_dict(self) -> dict[str, int]:
+        """Every part and the total."""
+        return {**asdict(self), "total": self.total}
+
+
+def persistent(job: Job, role: Role, index: int) -> Persistent:
+    """What ``role`` holds on pipeline rank ``index`` for the whole run.
+
+    Transformer Engine keeps an FP8 copy of each weight of the linear layers, and its transpose for the backward pass
+    (Hopper's FP8 products need both orders); a frozen model needs the copy alone.
+    """
+    stage, e = role.stages[index], job.element_bytes
+    count = stage.total
+    weights = count * e + role.fp8_layers(index) * stage.layer.matrices * (2 if role.trained else 1)
+    if not role.trained:
+        return Persistent(weights=weights)
+    share = role.sizes.data_parallel_size * role.sizes.context_parallel_size if job.distributed_optimizer else 1
+    states = optimizer_bytes_per_parameter(job)
+    return Persistent(
+        weights=weights,
+        gradients=4 * count,
+        optimizer=-(-states * count // share),
+        average=4 * count if role.average else 0,
+    )
+
+
+def optimizer_bytes_per_parameter(job: Job) -> int:
+    """Two fp32 moments, and an fp32 copy where the model itself is not fp32."""
+    return 8 if job.dtype == "fp32" else 12
+
+
+def kv_cache_bytes(job: Job, role: Role, rollout: Rollout, layers: int) -> int:
+    """``2 L (slots + 1) length max(g / t, 1) d`` elements of the run's dtype (`mrlhf.rollout.kv_cache`).
+
+    One slot more than rows takes the filling of a sequence-parallel split.
+    """
+    t = role.sizes.tensor_model_parallel_size
+    rows = -(-job.rows // role.sizes.data_parallel_size)
+    slots = min(rollout.slots, rows) + 1
+    length = max(rollout.longest_prompt + rollout.longest_response, t)
+    heads = max(role.model.num_query_groups // t, 1)
+    return 2 * layers * slots * length * heads * role.model.head_dim * job.element_bytes
+
+
+def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
+    """Bytes of each phase on a rank that holds ``stages`` (role -> pipeline rank)."""
+    kept = [persistent(job, role, stages[role.name]) for role in job.roles]
+    base = {
+        name: sum(getattr(part, name) for part in kept) for name in ("weights", "gradients", "optimizer", "average")
+    }
+    found: dict[str, PhaseBytes] = {}
+    share = -(-job.rows // job.sizes.data_parallel_size)
+    own = share * job.row_slots * job.row_bytes
+    if job.rollout is not None:
+        actor = job.roles[0]
+        work, head = _generation(job, actor, job.rollout, actor.stages[stages[actor.name]])
+        cache = kv_cache_bytes(job, actor, job.rollout, actor.stages[stages[actor.name]].layers)
+        found["rollout"] = PhaseBytes(**base, activations=work, head=head, kv_cache=cache)
+    if job.inference is not None:
+        pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in job.roles]
+        work, head = max(pairs, key=sum)
+        found["inference"] = PhaseBytes(**base, activations=work, head=head, rows=own)
+    # While it trains, every rank holds the rows of all replicas, so that minibatches do not depend on DP.
+    rows = job.rows * job.row_slots * job.row_bytes
+    train = [activations.training(job, role, stages[role.name]) for role in job.trained()]
+    if train:
+        heaviest = max(train, key=lambda part: part.total)
+        found["train"] = PhaseBytes(
+            **base,
+            activations=heaviest.kept + heaviest.working,
+            head=heaviest.head,
+            rows=rows,
+            buffers=heaviest.gradient,
+        )
+        found["optimizer"] = PhaseBytes(**base, rows=rows)
+        found["save"] = PhaseBytes(**base, buffers=_gather_buffers(job, stages))
+    return found
+
+
+def _gather_buffers(job: Job, stages: dict[str, int]) -> int:
+    """A distributed optimizer's states are put together, one kind and one model at a time, on the first DP rank."""
+    if not (job.distributed_optimizer and job.save_optimizer):
+        return 0
+    sizes = []
+    for role in job.trained():
+        count = role.stages[stages[role.name]].total
+        share = role.sizes.data_parallel_size * role.sizes.context_parallel_size
+        sizes.append(4 * count + 4 * -(-count // share))
+    return max(sizes, default=0)
+
+
+def _generation(job: Job, role: Role, rollout: Rollout, stage: StageParameters) -> tuple[int, int]:
+    """Working memory of a layer, the larger of prefill and decode, and of logits with what sampling makes of them."""
+    e, t = job.element_bytes, role.sizes.tensor_model_parallel_size
+    rows = min(rollout.slots, -(-job.rows // role.sizes.data_parallel_size))
+    prefill = min(rows * rollout.longest_prompt, max(PREFILL_TOKENS, rollout.longest_prompt))
+    work = activations.layer_work(job, role, prefill)
+    # Rows that have ended leave: the keys and values of a layer are then copied, in the order attention wants them.
+    heads = max(role.model.num_query_groups // t, 1)
+    length = rollout.longest_prompt + rollout.longest_response
+    decode = activations.layer_work(job, role, rows) + 2 * rows * length * heads * role.model.head_dim * e
+    logits = 0
+    if stage.output:
+        # Logits in the run's dtype, in fp32, the weights of the distribution in fp32 and one more while they are made.
+        logits = rows * (stage.output // role.model.hidden_size) * (e + 12)
+        if role.sizes.sequence_parallel:
+            logits += prefill * role.model.hidden_size * e
+    return max(work, decode), logits
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """What one checkpoint takes on disk, all ranks together: weights, optimizer states, averages of trained models.
+
+    The vocabulary is written as padded. Norms, which tensor ranks hold in common, are written once.
+    """
+    total = 0
+    for role in job.trained():
+        states = optimizer_bytes_per_parameter(job) if job.save_optimizer else 0
+        per_parameter = job.element_bytes + states + (4 if role.average else 0)
+        total += per_parameter * distinct_parameters(role)
+    return total
+
+
+def distinct_parameters(role: Role) -> int:
+    """Parameters of all shards of a replica, replicated ones counted once, the vocabulary padded."""
+    t, h = role.sizes.tensor_model_parallel_size, role.model.hidden_size
+    norm = h * (1 if role.model.norm == "rmsnorm" else 2)
+    total = 0
+    for index, stage in enumerate(role.stages):
+        replicated = stage.layers * (2 * norm + (2 * h if role.model.mlp_bias else 0)) + stage.final_norm
+        replicated += stage.head if role.head == "value" else 0
+        sharded = stage.total - replicated
+        if index and stage.embedding:
+            # The last stage's copy of a tied embedding is the first stage's tensor.
+            sharded -= stage.embedding
+        total += sharded * t + replicated
+    return total
+
+
+def host_bytes(job: Job, stages: dict[str, int]) -> int:
+    """Memory of the CPU that a save needs on the first data-parallel rank: a copy of what it writes."""
+    total = 0
+    for role in job.trained():
+        count = role.stages[stages[role.name]].total
+        states = optimizer_bytes_per_parameter(job) if job.save_optimizer else 0
+        total += count * (job.element_bytes + states + (4 if role.average else 0))
+    return total

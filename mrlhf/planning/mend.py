@@ -1,0 +1,181 @@
+"""Which changes make a run fit that does not: each is tried, none is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.planning.question import Question
+
+
+@dataclass(frozen=True)
+class Change:
+    """New values of configuration keys, and perhaps another number of GPUs."""
+
+    values: dict[str, Any]
+    world_size: int | None = None
+
+    def words(self) -> list[str]:
+        """As they are given on the command line."""
+        given = [f"{key}={_text(value)}" for key, value in self.values.items()]
+        return given + ([f"--gpus {self.world_size}"] if self.world_size else [])
+
+    def __or__(self, other: Change) -> Change:
+        """Both together; the other's values win."""
+        return Change({**self.values, **other.values}, other.world_size or self.world_size)
+
+
+@dataclass(frozen=True)
+class Mend:
+    """A change that was tried.
+
+    Attributes:
+        change: what.
+        peak: bytes of the rank and phase that then need most.
+        seconds: of an iteration with it.
+    """
+
+    change: Change
+    peak: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"change": self.change.words(), "peak": self.peak, "iteration_seconds": self.seconds}
+
+
+def mends(question: Question) -> list[Mend]:
+    """Changes that make ``question`` fit, fastest first: single ones, or if none does, a combination of several.
+
+    Empty when it fits already, and when nothing that is tried helps.
+    """
+    now = question.peak_bytes()
+    if now is None or now <= question.limit:
+        return []
+    chains = list(_chains(question))
+    single = [mend for chain in chains if (mend := _first_that_fits(question, chain))]
+    if not single:
+        combined = _combined(question, chains, now)
+        single = [combined] if combined else []
+    return sorted(single, key=lambda mend: mend.seconds)
+
+
+def _first_that_fits(question: Question, chain: list[Change]) -> Mend | None:
+    for change in chain:
+        mend = _tried(question, change)
+        if mend is not None and mend.peak <= question.limit:
+            return mend
+    return None
+
+
+def _combined(question: Question, chains: list[list[Change]], now: int) -> Mend | None:
+    """Change after change that lowers the peak, in the order in which they cost least, until it fits."""
+    total, best = Change({}), now
+    for chain in chains:
+        # The change of each chain that lowers the peak most, without overdoing it.
+        chosen = None
+        for change in chain:
+            mend = _tried(question, total | change)
+            if mend is not None and mend.peak < best:
+                chosen, best = mend, mend.peak
+            if chosen is not None and chosen.peak <= question.limit:
+                return _without_idle(question, chosen)
+        if chosen is not None:
+            total = chosen.change
+    return None
+
+
+def _without_idle(question: Question, mend: Mend) -> Mend:
+    """Leave out every part that the fit does not need."""
+    for key in list(mend.change.values):
+        fewer = Change({k: v for k, v in mend.change.values.items() if k != key}, mend.change.world_size)
+        tried = _tried(question, fewer)
+        if tried is not None and tried.peak <= question.limit:
+            mend = tried
+    return mend
+
+
+def _tried(question: Question, change: Change) -> Mend | None:
+    changed = question.changed(change.values, change.world_size)
+    job = changed.valid_job()
+    peak = changed.peak_bytes()
+    return None if job is None or peak is None else Mend(change, peak, changed.seconds(job))
+
+
+def _chains(question: Question) -> Iterator[list[Change]]:
+    """Changes of one kind, from the smallest on; kinds that cost least come first."""
+    sizes = question.config.parallel.sizes(question.world_size)
+    t, p, world = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, question.world_size
+    replicas = world // sizes.model_parallel_size
+    distributed = "optimizer.distributed"
+    if replicas > 1 and question.get(distributed) is False:
+        yield [Change({distributed: True})]
+    if replicas == 1 and question.get(distributed):
+        # It divides nothing then, but a save puts its states together in buffers of their own.
+        yield [Change({distributed: False})]
+    if t > 1 and not sizes.sequence_parallel:
+        yield [Change({"parallel.sequence_parallel": True})]
+    for key in (
+        "rollout.batch_size",
+        "inference.micro_batch_tokens",
+        "inference.micro_batch_size",
+        "ppo.micro_batch_tokens",
+        "ppo.micro_batch_size",
+        "train.micro_batch_tokens",
+        "train.micro_batch_size",
+    ):
+        yield [Change({key: value}) for value in _halves(question.get(key))]
+    if question.has(RECOMPUTE) and question.get(RECOMPUTE) is False:
+        yield [Change({RECOMPUTE: True})]
+    if question.config.precision.dtype == "fp32":
+        yield [Change({"precision.dtype": "bf16"})]
+    yield [Change(_layout(t * k, p, question)) for k in (2, 4, 8) if t * k <= question.hardware.gpus_per_node]
+    yield [Change(_layout(t, p * k, question)) for k in (2, 4, 8) if t * p * k <= world]
+    yield [
+        Change(_layout(t * k, p * j, question))
+        for k, j in ((2, 2), (2, 4), (4, 2), (4, 4))
+        if t * k <= question.hardware.gpus_per_node and t * k * p * j <= world
+    ]
+    if question.get("ppo.ema_decay") is not None:
+        yield [Change({"ppo.ema_decay": None})]
+    more = {distributed: True} if question.get(distributed) is False else {}
+    yield [Change(more, world * k) for k in (2, 4, 8)]
+    yield [
+        Change({**_layout(t, p * k, question), **more}, world * k)
+        for k in (2, 4, 8, 16)
+    ]  # fmt: skip
+
+
+RECOMPUTE = "parallel.recompute"
+"""Key of full recomputation of layers."""
+
+
+def _layout(t: int, p: int, question: Question) -> dict[str, Any]:
+    """Values of the parallel keys that differ from the configuration's; what belongs to the old pipeline goes."""
+    parallel = question.config.parallel
+    values: dict[str, Any] = {}
+    if t != parallel.tensor_model_parallel_size:
+        values["parallel.tensor_model_parallel_size"] = t
+    if p != parallel.pipeline_model_parallel_size:
+        values["parallel.pipeline_model_parallel_size"] = p
+        for key in (
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        ):
+            if getattr(parallel, key) is not None:
+                values[f"parallel.{key}"] = None
+    return values
+
+
+def _halves(value: int | None) -> Iterator[int]:
+    while value is not None and value > 1:
+        value //= 2
+        yield value
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,194 @@
+"""Seconds of each phase: a roofline over the layout, for comparing layouts rather than for promises.
+
+A phase takes its work at the assumed share of the peaks (`Efficiency`) plus all communication, since neither gradients
+nor sums over tensor ranks overlap with computation here. A pipeline of ``p`` stages takes ``(m + (p - 1) / v)`` times
+its slowest stage for ``m`` micro-batches (Narayanan et al. 2021, section 2.2). Generation passes all rows through the
+stages one after the other: stages add up, and a step of decoding takes as long as reading weights and cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from mrlhf.planning import flops
+from mrlhf.planning.hardware import Efficiency, Hardware
+from mrlhf.planning.job import Job, Role, Rollout, Rows
+from mrlhf.planning.memory import PREFILL_TOKENS, checkpoint_bytes
+from mrlhf.planning.traffic import Traffic, generation_traffic, pass_traffic, step_traffic
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time of a phase goes.
+
+    Attributes:
+        compute: matrix products and attention, or reading weights and cache where that takes longer.
+        launch: what launching kernels adds where layers are shorter than that.
+        tensor: tensor-parallel communication.
+        pipeline: messages between stages.
+        bubble: waiting of the slowest stage for the pipeline to fill and to drain.
+        data: gradients and weights over data-parallel ranks.
+        other: optimizer, writing to disk.
+    """
+
+    compute: float = 0.0
+    launch: float = 0.0
+    tensor: float = 0.0
+    pipeline: float = 0.0
+    bubble: float = 0.0
+    data: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: Seconds) -> Seconds:
+        """One after the other."""
+        return Seconds(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __mul__(self, times: float) -> Seconds:
+        """The same ``times`` over."""
+        return Seconds(**{f.name: getattr(self, f.name) * times for f in fields(self)})
+
+    def as_dict(self) -> dict[str, float]:
+        """Every part and the total."""
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "total": self.total}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times of single passes on some hardware."""
+
+    job: Job
+    hardware: Hardware
+    efficiency: Efficiency = Efficiency()
+
+    def phases(self) -> dict[str, Seconds]:
+        """Every phase of an iteration; ``save`` is one checkpoint and not part of an iteration."""
+        job, found = self.job, {}
+        if job.rollout is not None:
+            found["rollout"] = self.generation(job.roles[0], job.rollout)
+        if job.inference_mean is not None:
+            parts = [self._inference(role, job.inference_mean) for role in job.roles]
+            found["inference"] = sum(parts, Seconds())
+        train = [self._training(role, job.train_mean, job.minibatch) * job.steps for role in job.trained()]
+        if job.text_rows and job.text_micro_batch is not None:
+            train.append(self._training(job.roles[0], job.text_micro_batch, job.text_rows) * job.steps)
+        found["train"] = sum(train, Seconds())
+        updates = [self._step(role) * job.steps for role in job.trained()]
+        if job.text_rows:
+            updates.append(self._step(job.roles[0]) * job.steps)
+        found["optimizer"] = sum(updates, Seconds())
+        found["save"] = Seconds(other=checkpoint_bytes(job) / self.efficiency.disk)
+        return found
+
+    def generation(self, role: Role, rollout: Rollout) -> Seconds:
+        """Of all batches of a rollout, on the data-parallel rank."""
+        rows = math.ceil(self.job.rows / role.sizes.data_parallel_size)
+        whole, rest = divmod(rows, rollout.slots)
+        total = self._batch(role, rollout, rollout.slots) * whole if whole else Seconds()
+        return total + (self._batch(role, rollout, rest) if rest else Seconds())
+
+    def _batch(self, role: Role, rollout: Rollout, rows: int) -> Seconds:
+        groups = max(math.ceil(rows * rollout.mean_prompt / PREFILL_TOKENS), 1)
+        steps = max(rollout.longest_response - 1, 0)
+        # Rows that have ended leave the batch, so that on average this many are decoded in a step.
+        active = rows * max(rollout.mean_response - 1, 0) / steps if steps else 0.0
+        total = Seconds()
+        for index in range(role.sizes.pipeline_model_parallel_size):
+            total += self._prefill(role, index, rollout, rows, groups)
+            if steps:
+                total += self._decode_step(role, index, rollout, rows, active, steps) * steps
+        return total
+
+    def _prefill(self, role: Role, index: int, rollout: Rollout, rows: int, groups: int) -> Seconds:
+        stage, job = role.stages[index], self.job
+        work = self._compute(role, index, flops.prefill(role, stage, rollout, rows))
+        traffic = generation_traffic(job, role, index, rows * rollout.mean_prompt / groups, rows / groups) * groups
+        return self._with_launch(work, stage.layers * groups) + self._communication(role, traffic)
+
+    def _decode_step(self, role: Role, index: int, rollout: Rollout, rows: int, active: float, steps: int) -> Seconds:
+        stage, job = role.stages[index], self.job
+        t, e = role.sizes.tensor_model_parallel_size, job.element_bytes
+        # The embedding is looked up, not read.
+        weights = (stage.layers * stage.layer.total + stage.output) * e
+        context = rollout.mean_prompt + steps / 2
+        keys = 2 * stage.layers * max(role.model.num_query_groups // t, 1) * role.model.head_dim * e * active * context
+        # A batch that has lost rows copies the keys and values of those that go on before it reads them.
+        keys *= 3 if active < rows else 1
+        reading = (weights + keys) / (self.hardware.bandwidth * self.efficiency.bandwidth)
+        work = max(self._compute(role, index, flops.decode(role, stage, rollout, rows) / steps), reading)
+        traffic = generation_traffic(job, role, index, max(active, 1.0), max(active, 1.0))
+        return self._with_launch(work, stage.layers) + self._communication(role, traffic)
+
+    def _inference(self, role: Role, rows: Rows) -> Seconds:
+        count = math.ceil(math.ceil(self.job.rows / role.sizes.data_parallel_size) / rows.count)
+        stages = role.stages
+        passes = [
+            self._with_launch(self._compute(role, i, flops.forward(role, stage, rows)), stage.layers)
+            + self._communication(role, pass_traffic(self.job, role, i, rows, backward=False))
+            for i, stage in enumerate(stages)
+        ]
+        # A pass without gradient does not interleave virtual stages any better than it fills the pipeline once.
+        return self._pipelined(role, passes, count)
+
+    def _training(self, role: Role, rows: Rows, minibatch: int) -> Seconds:
+        count = math.ceil(math.ceil(minibatch / role.sizes.data_parallel_size) / rows.count)
+        factor = 4 if self.job.recompute else 3
+        passes = []
+        for index, stage in enumerate(role.stages):
+            work = self._compute(role, index, flops.training(self.job, role, stage, rows))
+            traffic = pass_traffic(self.job, role, index, rows, backward=True)
+            passes.append(self._with_launch(work, factor * stage.layers) + self._communication(role, traffic))
+        return self._pipelined(role, passes, count)
+
+    def _pipelined(self, role: Role, passes: list[Seconds], count: int) -> Seconds:
+        slowest = max(passes, key=lambda seconds: seconds.total)
+        waits = (role.sizes.pipeline_model_parallel_size - 1) / role.sizes.virtual_stages
+        return slowest * count + Seconds(bubble=waits * slowest.total)
+
+    def _step(self, role: Role) -> Seconds:
+        stages = role.stages
+        index = max(range(len(stages)), key=lambda i: stages[i].total)
+        count, e = stages[index].total, self.job.element_bytes
+        sizes = role.sizes
+        share = sizes.data_parallel_size * sizes.context_parallel_size if self.job.distributed_optimizer else 1
+        # The gradient is read for its norm, for clipping (and written) and for the step; moments and fp32 copy are
+        # read and written, the weight is written.
+        touched = count * 8 + count / share * (4 + 16 + (8 if e < 4 else 0) + e)
+        reading = touched / (self.hardware.bandwidth * self.efficiency.bandwidth)
+        return self._communication(role, step_traffic(self.job, role, index)) + Seconds(other=reading)
+
+    def _compute(self, role: Role, index: int, operations: float) -> float:
+        layers, fp8 = role.stages[index].layers, role.fp8_layers(index)
+        share = fp8 / layers if layers else 0.0
+        slow = operations * (1 - share) / self.hardware.peak(self.job.dtype)
+        fast = operations * share / self.hardware.peak(self.job.dtype, fp8=True)
+        return (slow + fast) / self.efficiency.flops
+
+    def _with_launch(self, work: float, layers: int) -> Seconds:
+        return Seconds(compute=work, launch=max(layers * self.efficiency.layer_seconds - work, 0.0))
+
+    def _communication(self, role: Role, traffic: Traffic) -> Seconds:
+        sizes = role.sizes
+        t, c = sizes.tensor_model_parallel_size, sizes.context_parallel_size
+        stage = sizes.world_size // sizes.pipeline_model_parallel_size
+        near = self._link(t)
+        # Ranks of a data-parallel group lie within one stage, TP x CP apart; neighbouring stages lie a stage apart.
+        data = self._link(stage)
+        pipeline = self._link(stage * sizes.pipeline_model_parallel_size)
+        context = self._link(t * c)
+        return Seconds(
+            tensor=traffic.tensor / near[0] + traffic.tensor_calls * near[1] + traffic.context / context[0],
+            pipeline=traffic.pipeline / pipeline[0] + traffic.pipeline_calls * pipeline[1],
+            data=traffic.data / data[0] + traffic.data_calls * data[1],
+        )
+
+    def _link(self, span: int) -> tuple[float, float]:
+        """Bytes per second and seconds per call among ``span`` consecutive ranks."""
+        if span <= self.hardware.gpus_per_node:
+            return self.hardware.link * self.efficiency.link, self.efficiency.link_seconds
+        return self.hardware.network * self.efficiency.link, self.efficiency.network_seconds
