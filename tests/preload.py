@@ -6,11 +6,6 @@ import warnings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
 
-import megatron.core  # noqa: E402, F401
-import megatron.core.distributed  # noqa: E402, F401
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
-import megatron.core.optimizer  # noqa: E402, F401
-import megatron.core.pipeline_parallel.schedules  # noqa: E402, F401
 import torch  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402, F401
