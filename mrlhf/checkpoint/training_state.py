@@ -32,6 +32,7 @@ from mrlhf.checkpoint import optimizer_state
 from mrlhf.checkpoint.sharded import fill_weights, sharded_weights, use_forked_results_queue, zero_padding
 from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.megatron import device
+from mrlhf.megatron.fp8 import scaling_state, set_scaling_state
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.collectives import all_gather_objects
@@ -120,7 +121,8 @@ def save_state(
     }
     together(lambda: _write_description(Path(folder), description) if dist.get_rank() == 0 else None, f"{folder}")
     state = _sharded(models, averages, optimizer=_gathered if optimizer else None)
-    state[_RANKS] = _rank_object({"state": per_rank, "rng": _rng_state()})
+    scaling = {name: scaling_state(model.trainable.modules) for name, model in models.items()}
+    state[_RANKS] = _rank_object({"state": per_rank, "rng": _rng_state(), "fp8": scaling})
     with _agreed(f"{folder}: cannot be saved"):
         request = dist_checkpointing.save(state, str(Path(folder) / TENSORS), async_sharded_save=queue is not None)
         if queue is not None:
@@ -211,8 +213,9 @@ def load_state(
 ) -> LoadedState:
     """Put a saved state in place; all ranks of the world call this together.
 
-    Under the layout that it was saved with, weights, optimizers and random numbers are the same bits. Under another
-    one weights are, optimizers are resharded, and the random numbers stay as they are.
+    Under the layout that it was saved with, weights, optimizers, random numbers and the scales of the delayed FP8
+    recipe are the same bits. Under another one weights are, optimizers are resharded, and random numbers and scales
+    stay as they are.
 
     Args:
         folder: written by `save_state`.
@@ -255,6 +258,8 @@ def load_state(
     per_rank = loaded[_RANKS] if same else None
     if per_rank is not None:
         _set_rng_state(per_rank["rng"])
+        for name, model in models.items():
+            set_scaling_state(model.trainable.modules, per_rank.get("fp8", {}).get(name, {}))
     return LoadedState(description["common"], per_rank["state"] if per_rank else None, description)
 
 

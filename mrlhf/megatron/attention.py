@@ -166,6 +166,7 @@ class CacheContext(BaseInferenceContext):
         max_sequence_length: int,
         segments: Sequence[tuple[int, int]] | None,
         rows: slice | None = None,
+        filler: int = 0,
     ) -> None:
         """Describe the pass.
 
@@ -177,6 +178,7 @@ class CacheContext(BaseInferenceContext):
             segments: prefill: ``(start, end)`` of every whole prompt among the tokens, each from position 0.
                 None for a decoding step, where every token belongs to another slot.
             rows: decoding step: the slots as a contiguous range (the cache is then read in place, not copied).
+            filler: decoding step: how many tokens at the end are without meaning; attention leaves them out.
         """
         super().__init__(materialize_only_last_token_logits=False)
         self.cache = cache
@@ -185,6 +187,7 @@ class CacheContext(BaseInferenceContext):
         self.max_sequence_length = max_sequence_length
         self.segments = segments
         self.rows = rows
+        self.filler = filler
         self.longest = 0 if segments is not None else int(positions.max()) + 1
 
     def is_static_batching(self) -> bool:
@@ -241,11 +244,12 @@ def _decode(
     The query heads of a group are laid out as query positions of their one key head, so that neither keys nor values
     are repeated.
     """
-    rows = context.rows if context.rows is not None else context.slots
+    real = query.size(0) - context.filler
+    rows = context.rows if context.rows is not None else context.slots[:real]
     k = keys[rows, : context.longest].transpose(1, 2)
     v = values[rows, : context.longest].transpose(1, 2)
-    tokens, heads, dim = query.shape
-    q = query.view(tokens, k.size(1), heads // k.size(1), dim)
-    reach = torch.arange(context.longest, device=query.device)[None, :] <= context.positions[:, None]
+    _, heads, dim = query.shape
+    q = query[:real].view(real, k.size(1), heads // k.size(1), dim)
+    reach = torch.arange(context.longest, device=query.device)[None, :] <= context.positions[:real, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=reach[:, None, None, :], scale=scale)
-    return out.reshape(tokens, heads, dim)
+    return F.pad(out.reshape(real, heads, dim), (0, 0, 0, 0, 0, context.filler))

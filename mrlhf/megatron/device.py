@@ -142,7 +142,7 @@ def install() -> None:
         if not hasattr(function, "__wrapped__"):
             setattr(owner, attribute, _with_cuda_type_names(function))
     torch.Tensor.cuda = _same_tensor  # type: ignore[method-assign, assignment]
-    _use_torch_optimizers()
+    use_torch_optimizers()
 
 
 def seed_rng_tracker(seed: int, tp_rank: int, *, pp_rank: int = 0, dp_rank: int = 0) -> None:
@@ -161,8 +161,11 @@ def seed_rng_tracker(seed: int, tp_rank: int, *, pp_rank: int = 0, dp_rank: int 
     model_parallel_cuda_manual_seed(mixed, tp_rank=tp_rank, ep_rank=0, etp_rank=0, force_reset_rng=True)
 
 
-def _use_torch_optimizers() -> None:
-    """Undo Megatron's choice of fused optimizers: it takes those of a package that imports, whatever the device."""
+def use_torch_optimizers() -> None:
+    """Undo Megatron's choice of fused optimizers: it takes those of a package that imports, whatever the device.
+
+    Called by `install` without CUDA, and where ``precision.kernels`` is ``local``.
+    """
     utils = importlib.import_module("megatron.core.utils")
     for name, kernels in _LOCAL_KERNELS.items():
         module = importlib.import_module(f"megatron.core.{name}")

@@ -178,6 +178,14 @@ def model_problems(fp8: Fp8, role: str, model: ModelConfig, sizes: ParallelSizes
     return problems
 
 
+def token_multiple(chunk: Any) -> int:
+    """What the tokens on a rank must be a multiple of in every pass of a stage, wrapped or not; 1 without FP8."""
+    while not hasattr(chunk, "token_multiple") and hasattr(chunk, "module"):
+        chunk = chunk.module
+    multiple: int = getattr(chunk, "token_multiple", 1)
+    return multiple
+
+
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from mrlhf.megatron.fp8 import token_multiple
 from mrlhf.megatron.packing import pack_rows
 
 Batch = TypeVar("Batch")
@@ -148,7 +149,7 @@ class _Caller(Generic[Batch]):
     ) -> None:
         if attention_mask is not None and lengths is not None:
             raise ValueError("packed rows take no attention mask")
-        self.multiple = groups.tp.size()
+        self.groups = groups
         self.tokens, self.request = tokens, request
         self.attention_mask, self.lengths = attention_mask, lengths
 
@@ -162,7 +163,8 @@ class _Caller(Generic[Batch]):
             mask = self.attention_mask(batch) if self.attention_mask else None
             return model(tokens, positions, mask, labels=request), lambda output: output
         lengths = self.lengths(batch).tolist()
-        packing = pack_rows(lengths, tokens.size(1), multiple=self.multiple, device=tokens.device)
+        multiple = self.groups.tp.size() * token_multiple(model)
+        packing = pack_rows(lengths, tokens.size(1), multiple=multiple, device=tokens.device)
         output = model(
             packing.pack(tokens),
             packing.positions,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mrlhf.megatron.attention import CacheContext
 from mrlhf.megatron.decode import layer_numbers, packed_forward
+from mrlhf.megatron.fp8 import token_multiple
 from mrlhf.rollout.kv_cache import KVCache
 from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
 
@@ -82,6 +83,9 @@ class RolloutEngine:
         self.max_length = max_length
         self.slots = slots
         self.device = next(chunks[0].parameters()).device
+        # Sequence parallelism divides the tokens of a pass over the tensor ranks, and FP8 takes them by 16 or 32.
+        tensor = groups.tp.size() if chunks[0].config.sequence_parallel else 1
+        self.multiple = tensor * token_multiple(chunks[0])
 
     def generate(
         self,
@@ -136,8 +140,8 @@ class RolloutEngine:
         cache = KVCache(
             layer_numbers(self.chunks),
             len(batch.requests),
-            # The filler of a sequence-parallel split takes up to TP - 1 positions.
-            max(batch.length, self.groups.tp.size()),
+            # The filler takes positions up to the multiple less 1.
+            max(batch.length, self.multiple),
             self.kv_heads,
             self.head_dim,
             dtype=self.chunks[0].config.params_dtype,
@@ -172,7 +176,7 @@ class RolloutEngine:
             cache,
             self._ids(slots),
             self._ids(positions),
-            max_sequence_length=max(batch.length, self.groups.tp.size()),
+            max_sequence_length=max(batch.length, self.multiple),
             segments=segments,
         )
         return packed_forward(self.chunks, self._ids(tokens), context, self._ids(ends), groups=self.groups)
@@ -181,7 +185,7 @@ class RolloutEngine:
         filler = self._filler(len(rows))
         tokens = [batch.responses[row][-1] for row in rows] + [0] * filler
         positions = [batch.written(row) - 1 for row in rows] + [0] * filler
-        whole = not filler and len(rows) == len(batch.requests)
+        whole = len(rows) == len(batch.requests)
         context = CacheContext(
             cache,
             self._ids(rows + [cache.scratch] * filler),
@@ -189,6 +193,7 @@ class RolloutEngine:
             max_sequence_length=batch.length,
             segments=None,
             rows=slice(0, len(rows)) if whole else None,
+            filler=filler,
         )
         return packed_forward(self.chunks, self._ids(tokens), context, self._ids(range(len(rows))), groups=self.groups)
 
@@ -216,8 +221,8 @@ class RolloutEngine:
         return chosen
 
     def _filler(self, count: int) -> int:
-        """Tokens that make ``count`` divisible among the tensor ranks under sequence parallelism."""
-        return -count % self.groups.tp.size() if self.chunks[0].config.sequence_parallel else 0
+        """Tokens that fill ``count`` up to the multiple."""
+        return -count % self.multiple
 
     def _ids(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)

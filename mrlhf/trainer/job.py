@@ -22,7 +22,8 @@ from mrlhf.megatron.model import Head, build_model
 from mrlhf.megatron.optimizer import AdamSettings, Trainable
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import LaunchEnv, initialize
-from mrlhf.planner import ParallelSizes
+from mrlhf.planner import ParallelSizes, token_multiple
+from mrlhf.trainer.precision import fp8_for
 
 C = TypeVar("C", bound=RunConfig)
 C_co = TypeVar("C_co", bound=RunConfig, covariant=True)
@@ -52,8 +53,8 @@ class Job(Generic[C_co]):
 
     @property
     def pad_to_multiple(self) -> int:
-        """Row widths are multiples of it, so that sequence parallelism can split them."""
-        return int(self.groups.tp.size()) if self.sizes.sequence_parallel else 1
+        """Row widths are multiples of it, so that sequence parallelism can split them, and FP8 compute every part."""
+        return token_multiple(self.sizes, self.config.precision.token_multiple)
 
 
 def read_architectures(paths: Mapping[str, str]) -> dict[str, ModelConfig]:
@@ -74,6 +75,8 @@ def read_architectures(paths: Mapping[str, str]) -> dict[str, ModelConfig]:
 def join(config: C, models: dict[str, ModelConfig], env: LaunchEnv) -> Job[C]:
     """Join the other ranks and make the process groups; all sizes have been checked before."""
     device.install()
+    if config.precision.kernels == "local":
+        device.use_torch_optimizers()
     timeout = timedelta(minutes=config.launch.timeout_minutes)
     if not dist.is_initialized():
         env = initialize(env, config.launch.backend, timeout)
@@ -113,6 +116,8 @@ def load_model(
         trainable=trainable,
         value_bias=bias,
         masked=masked,
+        fp8=fp8_for(job.config, role, trained=trainable),
+        kernels=job.config.precision.kernels,
     )
     if not loaded:
         draw_weights(

@@ -15,7 +15,6 @@ from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import RewardError
 from mrlhf.lines import LineFile
-from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.progress import Display
@@ -43,6 +42,7 @@ from mrlhf.trainer.inputs import (
 from mrlhf.trainer.kl_control import AdaptiveKL
 from mrlhf.trainer.loop import run_loop
 from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model
+from mrlhf.trainer.precision import kernel_lines
 from mrlhf.trainer.ptx import PTX
 from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
 from mrlhf.trainer.rollouts import Sampler, Scorer
@@ -314,9 +314,9 @@ class PPOTrainer:
 
     def announce(self, display: Display) -> None:
         """Say how the run is laid out, and what it reads."""
-        display.message(
-            f"{self.job.env.launcher}: {self.job.sizes.describe()}; {available_parts(self.job.dtype).describe()}"
-        )
+        parts, *warnings = kernel_lines(self.config, self.job.models, trained=jobs.TRAINED)
+        for line in (f"{self.job.env.launcher}: {self.job.sizes.describe()}; {parts}", *warnings):
+            display.message(line)
         data = self.dataset
         left_out = {"malformed lines skipped": data.skipped, "over-long prompts dropped": data.dropped}
         left_out["over-long prompts cut"] = data.truncated

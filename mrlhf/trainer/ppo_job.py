@@ -12,7 +12,7 @@ from mrlhf.checkpoint.hf import read_head
 from mrlhf.config import check_run
 from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import AdamConfig
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, join_problems
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch_env import LaunchEnv, detect_launch, explained
@@ -23,8 +23,11 @@ from mrlhf.roles.policy import PolicyModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
 from mrlhf.trainer.job import Job, join, load_model, make_trainable, read_architectures
+from mrlhf.trainer.precision import precision_problems
 
 PPOJob: TypeAlias = Job[PPOConfig]
+TRAINED = ("actor", "critic")
+"""Roles with an optimizer."""
 
 
 def read_models(
@@ -70,7 +73,16 @@ def check_job(config: PPOConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
     env = detect_launch(os.environ)
     with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
         check_run(config, env.world_size, models)
+    _check_precision(config, models, env, trained=TRAINED)
     return env
+
+
+def _check_precision(
+    config: PPOConfig, models: dict[str, ModelConfig], env: LaunchEnv, *, trained: Collection[str]
+) -> None:
+    problems = precision_problems(config, models, env, trained=trained)
+    if problems:
+        raise ConfigError(join_problems("these number formats and kernels cannot be had:", problems))
 
 
 def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> PPOJob:
@@ -89,6 +101,7 @@ def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_re
             max_prompt_length=config.data.max_prompt_length or 1,
             max_response_length=max_response_length,
         )
+    _check_precision(config, models, env, trained=())
     return env
 
 

@@ -11,7 +11,6 @@ from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.megatron.model import Head
 from mrlhf.megatron.optimizer import peak_memory_bytes
-from mrlhf.megatron.spec import available_parts
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.layout import data_parallel_slice
 from mrlhf.progress import Display
@@ -21,6 +20,7 @@ from mrlhf.trainer.checkpointing import Checkpointer
 from mrlhf.trainer.job import Job, load_model, make_trainable
 from mrlhf.trainer.loop import run_loop
 from mrlhf.trainer.outputs import export_dtype, export_model
+from mrlhf.trainer.precision import kernel_lines
 from mrlhf.trainer.report import PhaseTimer
 from mrlhf.trainer.run_state import SupervisedRunState
 from mrlhf.trainer.skipped import count_skipped
@@ -264,8 +264,10 @@ class SupervisedTrainer(Generic[E]):
     def announce(self, display: Display) -> None:
         """Say how the run is laid out, and what it reads."""
         job, data = self.job, self.examples
-        parts = available_parts(job.dtype, masked=self.model.attention_mask is not None)
-        display.message(f"{job.env.launcher}: {job.sizes.describe()}; {parts.describe()}")
+        masked = self.model.attention_mask is not None
+        parts, *warnings = kernel_lines(job.config, job.models, trained=(MODEL,), masked=masked)
+        for line in (f"{job.env.launcher}: {job.sizes.describe()}; {parts}", *warnings):
+            display.message(line)
         left_out = {"malformed lines skipped": data.skipped, "over-long dropped": data.dropped}
         left_out["over-long cut"] = data.truncated
         counted = "".join(f", {count} {what}" for what, count in left_out.items() if count)

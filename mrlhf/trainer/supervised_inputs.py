@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 from mrlhf.checkpoint.hf_config import read_model_config
+from mrlhf.config_preferences import RewardTrainingConfig
 from mrlhf.config_supervised import Files, SupervisedConfig
 from mrlhf.data.stream import ExampleSet, split_examples
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
@@ -18,6 +19,7 @@ from mrlhf.parallel.launch_env import LaunchEnv, detect_launch, explained
 from mrlhf.planner import size_problems
 from mrlhf.trainer.job import read_architectures
 from mrlhf.trainer.outputs import check_output_folder, check_writers
+from mrlhf.trainer.precision import precision_problems
 
 E = TypeVar("E")
 MODEL = "model"
@@ -50,6 +52,10 @@ def check_job(config: SupervisedConfig, models: dict[str, ModelConfig]) -> Launc
     with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
         if problems:
             raise ConfigError(join_problems("these sizes cannot work together:", problems))
+    masked = isinstance(config, RewardTrainingConfig) and config.reward.loss == "deepspeed_chat"
+    formats = precision_problems(config, models, env, trained=(MODEL,), masked=masked)
+    if formats:
+        raise ConfigError(join_problems("these number formats and kernels cannot be had:", formats))
     return env
 
 

@@ -1,0 +1,119 @@
+"""Which models of a run are in FP8, whether this machine can do it, and what is said about kernels at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from mrlhf.checkpoint.convert import DTYPES
+from mrlhf.config_preferences import RewardTrainingConfig
+from mrlhf.config_sections import PrecisionConfig, RunConfig
+from mrlhf.errors import ConfigError
+from mrlhf.megatron import device
+from mrlhf.megatron.fp8 import Fp8, environment_problems, fp8_of, model_problems
+from mrlhf.megatron.spec import available_parts, transformer_engine_version, wrong_apex
+from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.launch import LaunchEnv
+
+
+def fp8_role(config: RunConfig, role: str) -> str:
+    """The name in ``precision.fp8_roles`` of a run's model: the trained one of SFT and DPO is an actor."""
+    if role != "model":
+        return role.rstrip("0123456789")
+    return "reward" if isinstance(config, RewardTrainingConfig) else "actor"
+
+
+def fp8_for(config: RunConfig, role: str, *, trained: bool) -> Fp8 | None:
+    """The FP8 of a model's linear layers, None where it has none."""
+    precision: PrecisionConfig = config.precision
+    return fp8_of(precision) if precision.fp8_in(fp8_role(config, role), trained=trained) else None
+
+
+def precision_problems(
+    config: RunConfig,
+    models: Mapping[str, ModelConfig],
+    env: LaunchEnv,
+    *,
+    trained: Collection[str],
+    masked: bool = False,
+) -> list[str]:
+    """What about ``precision`` this machine, these models or this layout cannot do; nothing is started for it.
+
+    Args:
+        config: of the run.
+        models: architectures by role.
+        env: the launch.
+        trained: roles whose weights are updated; none in runs without training.
+        masked: whether the trained model gets attention masks.
+    """
+    precision = config.precision
+    problems = []
+    if precision.kernels == "te":
+        try:
+            available_parts(DTYPES[precision.dtype], kernels="te", masked=masked)
+        except ConfigError as error:
+            problems.append(str(error))
+    fp8 = fp8_of(precision)
+    if fp8 is None:
+        return problems
+    if precision.fp8_roles is not None:
+        problems += _role_problems(config, models, precision.fp8_roles, trained)
+    problems += environment_problems(
+        fp8, cuda=device.has_cuda(), transformer_engine=transformer_engine_version(), capability=_capability(env)
+    )
+    if masked and not fp8.emulated:
+        problems.append(
+            "precision.fp8: a reward model trained with reward.loss=deepspeed_chat gets attention masks and has no "
+            "Transformer Engine layers; use reward.loss=pairwise, or precision.fp8_emulation=true"
+        )
+    for role, model in models.items():
+        if fp8_for(config, role, trained=role in trained):
+            problems += model_problems(fp8, role, model, config.parallel.sizes(env.world_size))
+    return problems
+
+
+def _role_problems(
+    config: RunConfig, models: Mapping[str, ModelConfig], wanted: Collection[str], trained: Collection[str]
+) -> list[str]:
+    present = {fp8_role(config, role) for role in models}
+    if not present & set(wanted):
+        return [
+            f"precision.fp8_roles {', '.join(wanted)} names none of this run's models ({', '.join(sorted(present))}); "
+            "leave it out, or name one"
+        ]
+    frozen = present & set(wanted) - {fp8_role(config, role) for role in trained}
+    if trained and frozen and config.precision.fp8_recipe == "delayed":
+        return [
+            f"precision.fp8_roles names {', '.join(sorted(frozen))}, and fp8_recipe delayed takes scales from training "
+            "passes, of which a frozen model has none; use fp8_recipe=tensorwise, or name trained models only"
+        ]
+    return []
+
+
+def _capability(env: LaunchEnv) -> tuple[int, int] | None:
+    if not device.has_cuda() or env.local_rank >= torch.cuda.device_count():
+        return None
+    return torch.cuda.get_device_capability(env.local_rank)
+
+
+def kernel_lines(
+    config: RunConfig, models: Collection[str], *, trained: Collection[str], masked: bool = False
+) -> list[str]:
+    """What is printed at the start: which parts are used and which models are in FP8; a wrong Apex.
+
+    Args:
+        config: of the run.
+        models: its roles.
+        trained: those whose weights are updated.
+        masked: see `precision_problems`.
+    """
+    precision = config.precision
+    parts = available_parts(DTYPES[precision.dtype], masked=masked, kernels=precision.kernels)
+    inside: dict[str, Any] = {role: fp8_for(config, role, trained=role in trained) for role in models}
+    names = [role for role, fp8 in inside.items() if fp8 is not None]
+    fp8 = fp8_of(precision)
+    shown = f"{fp8.describe()} ({', '.join(names)})" if fp8 is not None and names else "off"
+    wrong = wrong_apex()
+    return [f"{parts.describe()}, fp8: {shown}", *([f"warning: {wrong}"] if wrong else [])]
