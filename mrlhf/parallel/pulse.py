@@ -24,6 +24,7 @@ INTERVAL_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 """After which rank 0 says that a rank gives no sign of life; nothing is ended for it."""
 _STORE_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
 _LEFT = "left"
 
 
@@ -58,6 +59,8 @@ class Pulse(threading.Thread):
         self._host = socket.gethostname()
         self._end = threading.Event()
         self._told: set[int] = set()
+        # torch writes a page about every call to a store that has gone.
+        self._lost = False
         self.store.set(f"sign/{rank}", f"0 {self._host}")
 
     def run(self) -> None:
@@ -74,6 +77,7 @@ class Pulse(threading.Thread):
                     before = now
                     self._warn(now, {rank: looked - since for rank, since in changed.items()})
             except RuntimeError:
+                self._lost = True
                 return
 
     def leave(self) -> None:
@@ -83,14 +87,20 @@ class Pulse(threading.Thread):
         self._end.set()
         if self.is_alive():
             self.join(_STORE_SECONDS)
-        # The rank that serves the store may be quicker.
+        if self._lost:
+            return
         with suppress(RuntimeError):
             self.store.set(f"sign/{self.rank}", f"{_LEFT} {self._host}")
+            # The store may be served by this process, and the others still need it to say the same.
+            end = time.monotonic() + _LEAVE_SECONDS
+            while self.rank == 0 and time.monotonic() < end and any(s.count is not None for s in self.signs().values()):
+                time.sleep(0.02)
 
     def tell(self, cause: str) -> None:
         """This rank ends, and why, in one line."""
-        with suppress(RuntimeError):
-            self.store.set(f"cause/{self.rank}", cause)
+        if not self._lost:
+            with suppress(RuntimeError):
+                self.store.set(f"cause/{self.rank}", cause)
 
     def signs(self) -> dict[int, Sign]:
         """The last sign of every rank. Raises `RuntimeError` when the store does not answer."""
@@ -113,12 +123,15 @@ class Pulse(threading.Thread):
     def _look(self, seconds: float) -> str:
         begun = time.monotonic()
         try:
+            if self._lost:
+                raise RuntimeError
             before = self.signs()
             time.sleep(seconds)
             now = self.signs()
             still = [rank for rank, sign in now.items() if sign.count is not None and sign == before[rank]]
             causes = {rank: self._cause(rank) for rank in still if rank != self.rank}
         except RuntimeError:
+            self._lost = True
             time.sleep(max(begun + seconds - time.monotonic(), 0.0))
             return self._no_store()
         return f"{describe(now, causes)} gave no sign of life for {seconds:g} s" if causes else ""
