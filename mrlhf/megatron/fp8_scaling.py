@@ -37,8 +37,14 @@ def current_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     An ``amax`` so small that the scale is not an fp32 number gets the largest one.
     """
-    scale = (largest(dtype) / amax).clamp(max=_LARGEST_FP32)
+    scale = _divided(largest(dtype), amax)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+
+
+def _divided(top: float, amax: torch.Tensor) -> torch.Tensor:
+    """``top / amax`` rounded once, at most the largest fp32 number."""
+    # torch takes a number over a tensor for the number times the reciprocal, which is rounded twice.
+    return (torch.full_like(amax, top) / amax).clamp(max=_LARGEST_FP32)
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -97,7 +103,7 @@ class DelayedScales(torch.nn.Module):
         amax = newest if self.algorithm == "most_recent" else self.history.amax(dim=0)
         seen = newest != 0
         usable = seen & torch.isfinite(amax)
-        scale = (self.scaled_max / amax).clamp(max=_LARGEST_FP32)
+        scale = _divided(self.scaled_max, amax)
         self.scale.copy_(torch.where(usable, scale, self.scale))
         rolled = self.history.roll(-1, dims=0)
         rolled[0] = 0.0
