@@ -4,10 +4,13 @@ Per layer and micro-batch of ``n`` tokens, with ``e`` bytes an element, ``s = t`
 Kept for the backward pass, after Korthikanti et al. 2022 (arXiv:2205.05198, section 4), without the terms that do not
 arise here (no score matrix: attention is fused; no dropout masks at dropout 0) and with grouped keys and SwiGLU:
 
-- inputs and outputs of both norms: ``4 n h e / s``
-- queries, keys, values: ``n (a + 2 g) d e / t``; the attention's output: ``n a d e / t`` (twice with torch's kernel,
-  whose layout is another one than the next product's); its log-sum-exp: ``4 n a / t``
-- gate and up, and their product: ``3 n f e / t`` (``4`` where SwiGLU is not one operation, which keeps ``silu(gate)``)
+- inputs and outputs of both norms: ``4 n h e / s``; torch's own norms also keep the normalised input, and under bf16
+  and fp16 their input in fp32
+- queries, keys and values as they come from the first matrix, ``n (a + 2 g) d e / t`` (the values are a part of it), and
+  queries and keys after the rotary embedding, ``n (a + g) d e / t``, with its cosines and sines, ``4 S d e`` for rows of
+  ``S`` slots
+- the attention's output, ``n a d e / t``, and its log-sum-exp, ``4 n a / t``
+- gate and up, and their product: ``3 n f e / t`` (``5`` where SwiGLU is not one operation)
 
 Under full recomputation (Chen et al. 2016, arXiv:1604.06174) a layer keeps its input ``n h e / s`` alone.
 
@@ -51,20 +54,29 @@ class TrainingBytes:
         return self.kept + self.working + self.head + self.gradient
 
 
-def layer_kept(job: Job, role: Role, tokens: int, *, fp8: bool = False) -> int:
-    """Bytes that one layer keeps for the backward pass of ``tokens``; an FP8 layer keeps products' inputs as bytes."""
+def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False) -> int:
+    """Bytes that one layer keeps for the backward pass of ``rows``; an FP8 layer keeps products' inputs as bytes."""
     model, e, t, s = role.model, job.element_bytes, role.sizes.tensor_model_parallel_size, role.sequence_split
-    n = _local(role, tokens)
+    n = _local(role, rows.tokens)
     query, both = model.num_attention_heads * model.head_dim, 2 * model.num_query_groups * model.head_dim
     ffn, gated = model.ffn_hidden_size, model.activation == "swiglu"
     linear = 1 if fp8 else e
-    norms = n * model.hidden_size * 2 * (e + linear) // s
-    attention = n * (query + both) * e // t + n * query * (linear if job.transformer_engine else 2 * e) // t
-    attention += 4 * n * model.num_attention_heads // t
+    norms = 2 * n * (model.hidden_size * norm_kept(job, linear) + 4) // s
+    attention = n * (2 * query + both + both // 2) * e // t
+    attention += n * query * linear // t + 4 * n * model.num_attention_heads // t
+    attention += 4 * _local(role, rows.width) * model.head_dim * e
     mlp = n * ffn * (2 if gated else 1) * e // t + n * ffn * linear // t
     if gated and not job.cuda:
-        mlp += n * ffn * e // t
+        mlp += 2 * n * ffn * e // t
     return norms + attention + mlp
+
+
+def norm_kept(job: Job, output: int) -> int:
+    """Bytes an element that a norm and the product after it keep; ``output`` are those of the norm's output."""
+    if job.transformer_engine:
+        return job.element_bytes + output
+    # `mrlhf.megatron.norms.TorchNorm`: the input (in fp32), and what is multiplied by the weight.
+    return 4 + 2 * job.element_bytes
 
 
 def layer_work(job: Job, role: Role, tokens: int) -> int:
@@ -123,8 +135,8 @@ def _training(
     n = _local(role, rows.tokens)
     chunks, virtual = in_flight(role, index, micro_batch_count)
     residual = n * h * e // s
-    one = layer_kept(job, role, rows.tokens)
-    whole = stage.layers * one - role.fp8_layers(index) * (one - layer_kept(job, role, rows.tokens, fp8=True))
+    one = layer_kept(job, role, rows)
+    whole = stage.layers * one - role.fp8_layers(index) * (one - layer_kept(job, role, rows, fp8=True))
     kept = chunks * (stage.layers * residual if job.recompute else whole) // virtual
     working = backward_work(job, role, rows.tokens)
     if job.recompute:
@@ -133,8 +145,7 @@ def _training(
         working += 2 * residual
     head = 0
     if stage.final_norm:
-        # Input and output of the last norm.
-        kept += 2 * residual
+        kept += n * h * norm_kept(job, e) // s
         head = head_bytes(job, role, rows, backward=True)
     return TrainingBytes(kept, working, head, stage.largest * e)
 

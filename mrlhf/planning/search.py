@@ -41,7 +41,7 @@ class Found:
 def search(question: Question, top: int = 10) -> dict[str, Any]:
     """Try every TP, PP, SP and micro-batch of ``question``'s ranks; tensor ranks stay inside a machine.
 
-    The distributed optimizer is on wherever there are replicas. Everything else is the configuration's.
+    The distributed optimizer is on where there are replicas, else off. Everything else is the configuration's.
 
     Returns:
         ``tried``, ``valid`` (the layout checks pass), ``fitting``, and ``layouts``: the ``top`` fastest that fit.
@@ -72,7 +72,8 @@ def search(question: Question, top: int = 10) -> dict[str, Any]:
 
 
 def _candidates(question: Question) -> Iterator[dict[str, Any]]:
-    world, node = question.world_size, question.hardware.gpus_per_node
+    node, context = question.hardware.gpus_per_node, question.config.parallel.context_parallel_size
+    world = question.world_size // context
     prefix = "ppo" if question.has("ppo") else "train"
     by_tokens = question.get(f"{prefix}.micro_batch_tokens") is not None
     batch = question.get("ppo.minibatch_size") or question.get("train.batch_size")
@@ -89,8 +90,8 @@ def _candidates(question: Question) -> Iterator[dict[str, Any]]:
                     values |= _of_another_pipeline(question, p)
                     if count is not None:
                         values[f"{prefix}.micro_batch_size"] = count
-                    if world > t * p:
-                        values["optimizer.distributed"] = True
+                    # With one replica it divides nothing, but takes buffers in a save.
+                    values["optimizer.distributed"] = world > t * p or context > 1
                     yield values
 
 

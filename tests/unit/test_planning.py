@@ -1,0 +1,440 @@
+"""The planner's arithmetic against hand numbers and published ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrlhf.config import load_config
+from mrlhf.errors import ConfigError
+from mrlhf.model_config import ModelConfig
+from mrlhf.planner import ParallelSizes
+from mrlhf.planning import activations, flops
+from mrlhf.planning.from_config import MeanLengths, make_job, role_paths
+from mrlhf.planning.hardware import (
+    HARDWARE,
+    Efficiency,
+    Hardware,
+    find_hardware,
+    parse_bytes,
+    parse_flops,
+    parse_rate,
+    with_own_numbers,
+)
+from mrlhf.planning.job import Job, Role, Rollout, Rows
+from mrlhf.planning.memory import checkpoint_bytes, kv_cache_bytes, persistent, phases
+from mrlhf.planning.mend import mends
+from mrlhf.planning.parameters import layer_parameters, model_parameters, stage_parameters
+from mrlhf.planning.plan import peak, plan
+from mrlhf.planning.question import Question
+from mrlhf.planning.search import search
+from mrlhf.planning.timing import Clock
+from mrlhf.planning.traffic import pass_traffic, ring, step_traffic
+
+ROOT = Path(__file__).parents[2]
+TINY = ModelConfig(
+    family="llama",
+    hidden_size=8,
+    num_layers=4,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=2,
+    ffn_hidden_size=16,
+    vocab_size=100,
+    max_position_embeddings=64,
+)
+
+
+def llama(hidden: int, layers: int, heads: int, ffn: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        head_dim=128,
+        ffn_hidden_size=ffn,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    )
+
+
+LLAMA_70B, LLAMA_8B = llama(8192, 80, 64, 28672), llama(4096, 32, 32, 14336)
+
+
+ALONE = ParallelSizes()
+
+
+def job(
+    sizes: ParallelSizes = ALONE,
+    model: ModelConfig = TINY,
+    *,
+    head: str = "lm",
+    dtype: str = "bf16",
+    distributed: bool = False,
+    **options: object,
+) -> Job:
+    role = Role("actor", model, sizes, head, trained=True)  # type: ignore[arg-type]
+    rows = Rows(2, 10, 4)
+    values = {"rows": 8, "minibatch": 8, "epochs": 1, "train": rows, "train_mean": rows, **options}
+    return Job("ppo", (role,), dtype, distributed, **values)  # type: ignore[arg-type]
+
+
+def test_published_parameter_counts() -> None:
+    assert model_parameters(LLAMA_70B) == 70_553_706_496
+    assert model_parameters(LLAMA_8B) == 8_030_261_248
+    # A value head instead of the language model's: 128,256 rows fewer.
+    assert model_parameters(LLAMA_8B, "value") == 8_030_261_248 - 128255 * 4096
+
+
+def test_layer_by_hand() -> None:
+    # qkv: 8 x (8 + 2 x 2 x 2), projection 8 x 8; gate, up, down: 3 x 8 x 16; two norms of 8.
+    layer = layer_parameters(TINY, 1)
+    assert (layer.attention, layer.mlp, layer.vectors) == (8 * 16 + 64, 3 * 8 * 16, 16)
+    half = layer_parameters(TINY, 2)
+    assert (half.attention, half.mlp, half.vectors) == (96, 192, 16)
+    # Biases: qkv 16 and fc1 32 are divided; projection 8 and fc2 8 are on every rank.
+    biased = replace(TINY, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
+    assert layer_parameters(biased, 1).vectors == 16 + 16 + 8 + 32 + 8
+    assert layer_parameters(biased, 2).vectors == 16 + 8 + 8 + 16 + 8
+    assert layer_parameters(replace(TINY, qkv_bias=True), 1).vectors == 16 + 16
+    plain = replace(TINY, activation="gelu", norm="layernorm")
+    assert (layer_parameters(plain, 1).mlp, layer_parameters(plain, 1).vectors) == (2 * 8 * 16, 32)
+
+
+def test_stages_by_hand() -> None:
+    layer = 192 + 384 + 16
+    sizes = ParallelSizes(2, pipeline_model_parallel_size=2)
+    first, last = stage_parameters(TINY, sizes, "lm")
+    # 100 tokens are padded to 128 rows.
+    assert (first.total, last.total) == (2 * layer + 1024, 2 * layer + 8 + 1024)
+    tied = replace(TINY, tie_word_embeddings=True)
+    assert [s.total for s in stage_parameters(tied, sizes, "lm")] == [first.total, last.total]
+    assert stage_parameters(tied, ParallelSizes(), "lm")[0].total == 4 * layer + 8 + 1024
+    assert stage_parameters(TINY, ParallelSizes(), "lm")[0].total == 4 * layer + 8 + 2048
+    value = stage_parameters(tied, sizes, "value", value_bias=True)
+    assert [s.total for s in value] == [2 * layer + 1024, 2 * layer + 8 + 8 + 1]
+    uneven = replace(sizes, num_layers_in_first_pipeline_stage=1)
+    assert [s.layers for s in stage_parameters(TINY, uneven, "lm")] == [1, 3]
+    with pytest.raises(ConfigError, match="4 layers"):
+        stage_parameters(TINY, ParallelSizes(3, pipeline_model_parallel_size=3), "lm")
+
+
+@given(st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(["lm", "value"]))
+def test_shards_add_up_to_the_model(tp: int, pp: int, tied: bool, head: str) -> None:
+    model = replace(TINY, tie_word_embeddings=tied, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
+    sizes = ParallelSizes(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    role = Role("actor", model, sizes, head, trained=True)  # type: ignore[arg-type]
+    from mrlhf.planning.memory import distinct_parameters
+
+    padded = replace(model, vocab_size=128 if tp == 1 else 256)
+    assert distinct_parameters(role) == model_parameters(padded, head)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "distributed", "dp", "weights", "optimizer"),
+    [
+        ("fp32", False, 1, 4, 8.0),
+        ("bf16", False, 1, 2, 12.0),
+        ("bf16", True, 4, 2, 3.0),
+        ("fp16", True, 2, 2, 6.0),
+        ("fp32", True, 4, 4, 2.0),
+    ],
+)
+def test_bytes_of_a_parameter(dtype: str, distributed: bool, dp: int, weights: int, optimizer: float) -> None:
+    made = job(ParallelSizes(dp), dtype=dtype, distributed=distributed)
+    count = made.roles[0].stages[0].total
+    kept = persistent(made, made.roles[0], 0)
+    assert (kept.weights, kept.gradients, kept.average) == (weights * count, 4 * count, 0)
+    assert kept.optimizer == pytest.approx(optimizer * count, abs=1)
+    frozen = persistent(made, replace(made.roles[0], trained=False), 0)
+    assert frozen.total == weights * count
+
+
+def test_fp8_weights_are_kept_beside_the_others() -> None:
+    made = job()
+    role = made.roles[0]
+    matrices = role.stages[0].layer.matrices
+    base = persistent(made, role, 0).weights
+    assert persistent(made, replace(role, fp8=True), 0).weights - base == 4 * matrices * 2
+    assert persistent(made, replace(role, fp8=True, bf16_ends=1), 0).weights - base == 2 * matrices * 2
+    assert persistent(made, replace(role, fp8=True, trained=False), 0).weights == base + 4 * matrices
+
+
+def test_kv_cache_by_hand() -> None:
+    rollout = Rollout(3, 10, 6, 10, 6)
+    # 2 (keys and values) x 4 layers x (3 + 1) slots x 16 tokens x 2 heads x 2 numbers x 2 bytes.
+    assert kv_cache_bytes(job(), job().roles[0], rollout, 4) == 2 * 4 * 4 * 16 * 2 * 2 * 2
+    shared = job(ParallelSizes(4, tensor_model_parallel_size=2))
+    # One head of each rank; 8 rows over DP 2 are 4, more than 3 slots.
+    assert kv_cache_bytes(shared, shared.roles[0], rollout, 4) == 2 * 4 * 4 * 16 * 1 * 2 * 2
+    few = job(rows=2)
+    assert kv_cache_bytes(few, few.roles[0], rollout, 4) == 2 * 4 * 3 * 16 * 2 * 2 * 2
+
+
+def test_kept_activations_of_a_layer_by_hand() -> None:
+    rows = Rows(2, 10, 4)
+    n, e, h, f, query, keys = 20, 2, 8, 16, 8, 4
+    norms = 4 * n * h * e + 2 * n * 4
+    attention = n * (query + 2 * keys) * e + n * (query + keys) * e + n * query * e + 4 * n * 4 + 4 * 10 * 2 * e
+    mlp = 3 * n * f * e
+    assert activations.layer_kept(job(), job().roles[0], rows) == norms + attention + mlp
+    split = job(ParallelSizes(2, tensor_model_parallel_size=2, sequence_parallel=True))
+    # All but the rotary table is halved.
+    table = 4 * 10 * 2 * e
+    assert activations.layer_kept(split, split.roles[0], rows) == (norms + attention + mlp - table) // 2 + table
+    whole = job(ParallelSizes(2, tensor_model_parallel_size=2))
+    assert activations.layer_kept(whole, whole.roles[0], rows) == norms + (attention + mlp - table) // 2 + table
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage", "count", "expected"),
+    [
+        (1, None, 0, 8, 1),
+        (4, None, 0, 8, 4),
+        (4, None, 3, 8, 1),
+        (4, None, 0, 2, 2),
+        (2, 2, 0, 8, 2 * 1 + 2 + 1),
+        (2, 2, 1, 8, 2 + 1),
+        (2, 2, 0, 2, 4),
+    ],
+)
+def test_micro_batches_in_flight(pp: int, vpp: int | None, stage: int, count: int, expected: int) -> None:
+    sizes = ParallelSizes(pp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp)
+    role = Role("actor", TINY, sizes, "lm", trained=True)
+    assert activations.in_flight(role, stage, count)[0] == expected
+
+
+def test_tiles_are_those_of_the_head() -> None:
+    from mrlhf.parallel import tiled_head
+    from mrlhf.planning import memory
+    from mrlhf.rollout import engine
+
+    assert (activations.CPU_TILE, activations.CUDA_TILE) == (tiled_head._CPU_TILE, tiled_head._CUDA_TILE)
+    assert tiled_head._BLOCK_TOKENS == activations.BLOCK_TOKENS
+    assert engine.PREFILL_TOKENS == memory.PREFILL_TOKENS
+
+
+def test_recomputation_keeps_inputs_alone() -> None:
+    sizes = ParallelSizes(4, pipeline_model_parallel_size=4)
+    kept, again = (
+        activations.training(made, made.roles[0], 0)
+        for made in (job(sizes, rows=64, minibatch=64), job(sizes, rows=64, minibatch=64, recompute=True))
+    )
+    one = activations.layer_kept(job(), job().roles[0], Rows(2, 10, 4))
+    assert (kept.kept, again.kept) == (4 * one, 4 * 20 * 8 * 2)
+    assert again.working - kept.working == one
+
+
+def test_flops_by_hand() -> None:
+    role, rows = Role("actor", TINY, ParallelSizes(), "lm", trained=True), Rows(2, 10, 4)
+    stage = role.stages[0]
+    layers = 2 * 4 * (192 + 384) * 20 + 2 * 4 * 8 * 10**2 * 2
+    head = 2 * 8 * 100 * 2 * 4
+    assert flops.forward(role, stage, rows) == layers + head
+    assert flops.training(job(), role, stage, rows) == 3 * layers + 4 * head
+    assert flops.training(job(recompute=True), role, stage, rows) == 4 * layers + 4 * head
+    value = replace(role, head="value")
+    assert flops.forward(value, value.stages[0], rows) == layers + 2 * 8 * 20
+
+
+def test_generation_costs_what_its_tokens_cost_one_by_one() -> None:
+    role, rollout = Role("actor", TINY, ParallelSizes(), "lm"), Rollout(2, 5, 4, 5, 4)
+    stage = role.stages[0]
+    # Prefill of 5 tokens, then 3 tokens; attention of a token over the c before it costs 4 a d c a layer.
+    one_by_one = sum(4 * 4 * 8 * (c + 0.5) for c in range(5, 8)) + 3 * 2 * (4 * 576 + 1024)
+    assert flops.decode(role, stage, rollout, 1.0) == pytest.approx(one_by_one)
+    assert flops.prefill(role, stage, rollout, 1.0) == 2 * 4 * 576 * 5 + 2 * 4 * 8 * 25 + 2 * 1024
+
+
+def test_traffic_by_hand() -> None:
+    rows = Rows(2, 10, 4)
+    assert ring(4, 100.0) == 75
+    plain = job(ParallelSizes(2, tensor_model_parallel_size=2))
+    size = 20 * 8 * 2
+    sent = pass_traffic(plain, plain.roles[0], 0, rows, backward=False)
+    # Two all-reduces in each of 4 layers and one of the embedding, of which a rank sends 2 (t - 1) / t; then 3 fp32
+    # numbers of each of 8 wanted tokens.
+    assert sent.tensor == (2 * 4 + 1) * size + 3 * 4 * 8
+    assert pass_traffic(plain, plain.roles[0], 0, rows, backward=True).tensor == (4 * 4 + 2) * size + 3 * 4 * 8
+    split = job(ParallelSizes(2, tensor_model_parallel_size=2, sequence_parallel=True))
+    # The same volume as halves; 2 more gathers a layer backwards; embedding and head have one half in each direction.
+    assert pass_traffic(split, split.roles[0], 0, rows, backward=True).tensor == (10 * 4 + 4) * size / 2 + 3 * 4 * 8
+    stages = job(ParallelSizes(2, pipeline_model_parallel_size=2))
+    assert [pass_traffic(stages, stages.roles[0], i, rows, backward=True).pipeline for i in (0, 1)] == [size, size]
+    assert pass_traffic(stages, stages.roles[0], 1, rows, backward=False).pipeline == 0
+    count = job().roles[0].stages[0].total
+    replicas = job(ParallelSizes(2))
+    assert step_traffic(replicas, replicas.roles[0], 0).data == 4 * count
+    divided = job(ParallelSizes(2), distributed=True)
+    assert step_traffic(divided, divided.roles[0], 0).data == (4 + 2) * count / 2
+
+
+def test_time_of_a_pipeline() -> None:
+    """Compute alone: m micro-batches over p equal stages take m + p - 1 of them."""
+    ideal = Efficiency(flops=1.0, bandwidth=1.0, link=1.0, link_seconds=0.0, network_seconds=0.0, layer_seconds=0.0)
+    fast = Hardware("x", 1e9, {"bf16": 1e6, "fp32": 1e6}, bandwidth=1e30, link=1e30, network=1e30)
+    model = replace(TINY, vocab_size=1, tie_word_embeddings=True)
+    made = job(ParallelSizes(4, pipeline_model_parallel_size=4), model, head="value", rows=16, minibatch=16)
+    seconds = Clock(made, fast, ideal).phases()["train"]
+    role = made.roles[0]
+    slowest = max(flops.training(made, role, stage, made.train_mean) for stage in role.stages) / 1e6
+    assert seconds.total == pytest.approx((8 + 3) * slowest, rel=1e-6)
+    assert seconds.bubble == pytest.approx(3 * slowest, rel=1e-6)
+
+
+def test_a_decoding_step_reads_weights_and_cache() -> None:
+    ideal = Efficiency(flops=1.0, bandwidth=1.0, link=1.0, link_seconds=0.0, network_seconds=0.0, layer_seconds=0.0)
+    slow = Hardware("x", 1e9, {"bf16": 1e30}, bandwidth=1e3, link=1e30, network=1e30)
+    rollout = Rollout(2, 5, 4, 5, 4)
+    made = job(rows=2, rollout=rollout)
+    seconds = Clock(made, slow, ideal).phases()["rollout"]
+    stage = made.roles[0].stages[0]
+    weights = (4 * stage.layer.total + stage.output) * 2
+    cache = 2 * 4 * 2 * 2 * 2 * 2 * (5 + 1.5)
+    assert seconds.compute == pytest.approx(3 * (weights + cache) / 1e3, rel=1e-9)
+
+
+def test_units() -> None:
+    assert [parse_bytes(text, "--x") for text in ("80GB", "80 GiB", "1.5e9", "81559MiB")] == [
+        80e9, 80 * 2**30, 1.5e9, 81559 * 2**20,
+    ]  # fmt: skip
+    assert [parse_rate(text, "--x") for text in ("3.35TB/s", "450GBps", "5e10")] == [3.35e12, 450e9, 5e10]
+    assert [parse_flops(text, "--x") for text in ("989TFLOPS", "2.25PFLOP/s", "1e15")] == [989e12, 2.25e15, 1e15]
+    for text in ("", "GB", "-80GB", "0GB", "nan", "inf", "80 furlongs", "80GB80", "1e999GB", "80Gb/s/s"):
+        with pytest.raises(ConfigError, match="--gpu-memory"):
+            parse_bytes(text, "--gpu-memory")
+    for parse, text in ((parse_rate, "400Gbit/s"), (parse_flops, "989TB"), (parse_flops, "fast")):
+        with pytest.raises(ConfigError, match="--own"):
+            parse(text, "--own")
+
+
+def test_hardware_table() -> None:
+    assert {name: h.peak("bf16") for name, h in HARDWARE.items()} == {
+        "a100": 312e12, "h100": 989.4e12, "h200": 989.4e12, "b200": 2250e12,
+    }  # fmt: skip
+    assert HARDWARE["a100"].peak("bf16", fp8=True) == 312e12
+    assert HARDWARE["b200"].peak("bf16", fp8=True) == 4500e12
+    assert all("NVIDIA" in hardware.source for hardware in HARDWARE.values())
+    own = with_own_numbers(HARDWARE["h100"], "bf16", memory="64GB", flops="500TFLOPS", link="1TB/s", gpus_per_node=4)
+    assert (own.memory, own.peak("bf16"), own.link, own.gpus_per_node) == (64e9, 500e12, 1e12, 4)
+    assert own.bandwidth == HARDWARE["h100"].bandwidth
+    assert "--flops, --gpu-memory, --link, --gpus-per-node" in own.source
+    with pytest.raises(ConfigError, match="a100, b200, h100, h200"):
+        find_hardware("tpu")
+
+
+def question(*overrides: str, world: int = 32, memory: float = 80e9, **options: object) -> Question:
+    config = load_config(ROOT / "examples/configs/ppo_70b.yaml", overrides)
+    models = {role: LLAMA_70B if role in ("actor", "reference") else LLAMA_8B for role in role_paths(config)}
+    return Question(config, models, world, replace(HARDWARE["h100"], memory=memory), reserve=2**31, **options)  # type: ignore[arg-type]
+
+
+def test_the_70b_example_fits_32_gpus_of_80_gb() -> None:
+    asked = question()
+    answer = plan(asked.job(), asked.hardware, asked.efficiency, asked.reserve)
+    assert answer["memory"]["fits"]
+    assert answer["layout"]["data_parallel_size"] == 1
+    kept = [ranks["persistent"] / 2**30 for ranks in answer["ranks"]]
+    # About 46 GiB before activations and cache: 18 bytes of 2.27 G parameters of the actor, 2 of the reference.
+    assert [round(each, 1) for each in kept] == [47.6, 43.9, 43.9, 46.4]
+    first = answer["ranks"][0]["models"]["actor"]
+    # A stage: 20 layers of an eighth each, and an eighth of 129,024 embeddings.
+    layer = (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8 + 2 * 8192
+    assert first["parameters"] == 20 * layer + 129024 // 8 * 8192
+    assert first["total"] == 18 * first["parameters"]
+    tokens = 256 * 2049
+    # 2 N a token: actor and reference forward, actor forward and backward, generation.
+    assert answer["flops"]["train"]["all_ranks"] == pytest.approx(6 * (70.55e9 + 7.5e9) * tokens, rel=0.05)
+    assert answer["flops"]["inference"]["all_ranks"] == pytest.approx(2 * 2 * (70.55e9 + 7.5e9) * tokens, rel=0.05)
+    assert answer["flops"]["rollout"]["all_ranks"] == pytest.approx(2 * 70.55e9 * 256 * 2048, rel=0.05)
+
+
+def test_every_phase_is_the_sum_of_its_parts() -> None:
+    made = question().job()
+    for _, stages in made.rank_classes():
+        for part in phases(made, stages).values():
+            values = part.as_dict()
+            assert values.pop("total") == sum(values.values())
+
+
+def test_what_does_not_fit_is_mended_by_what_was_tried() -> None:
+    asked = question(memory=60e9)
+    assert peak(asked.job()).bytes > asked.limit
+    found = mends(asked)
+    assert found
+    for mend in found:
+        changed = asked.changed(mend.change.values, mend.change.world_size)
+        assert peak(changed.job()).bytes == mend.peak <= asked.limit
+    assert ["optimizer.distributed=false"] in [mend.change.words() for mend in found]
+    assert mends(question()) == []
+
+
+def test_a_large_micro_batch_is_named_and_halved_no_more_than_needed() -> None:
+    asked = question("ppo.micro_batch_size=16", "optimizer.distributed=false")
+    assert peak(asked.job()).phase == "train"
+    words = [mend.change.words() for mend in mends(asked)]
+    assert ["ppo.micro_batch_size=4"] in words
+    assert not any("inference" in " ".join(each) for each in words)
+
+
+def test_several_changes_together_where_one_does_not_do() -> None:
+    asked = question("ppo.micro_batch_size=32", "rollout.batch_size=4096", "rollout.prompts_per_iteration=4096",
+                     "optimizer.distributed=false", memory=64e9)  # fmt: skip
+    # More GPUs of the same kind would do too; a smaller micro-batch or a smaller rollout alone does not.
+    for single in ({"ppo.micro_batch_size": 1}, {"rollout.batch_size": 1}):
+        assert peak(asked.changed(single).job()).bytes > asked.limit
+    found = mends(asked)
+    assert found
+    assert all(mend.peak <= asked.limit for mend in found)
+
+
+def test_nothing_helps_a_model_that_is_far_too_large() -> None:
+    assert mends(question(memory=2.2e9)) == []
+
+
+def test_search_ranks_valid_layouts_that_fit() -> None:
+    found = search(question(world=64), top=5)
+    assert found["tried"] > found["valid"] >= found["fitting"] >= 5 == len(found["layouts"])
+    times = [layout["iteration_seconds"] for layout in found["layouts"]]
+    assert times == sorted(times)
+    for layout in found["layouts"]:
+        # Each is what the configuration with these overrides gives.
+        again = question(*layout["overrides"], world=64)
+        made = again.job()
+        assert made.sizes.data_parallel_size == layout["data_parallel_size"]
+        assert peak(made).bytes == layout["peak"] <= again.limit
+        assert again.seconds(made) == pytest.approx(layout["iteration_seconds"])
+    assert all(layout["tensor_model_parallel_size"] <= 8 for layout in found["layouts"])
+
+
+def test_search_without_any_valid_layout_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        search(question("rollout.prompts_per_iteration=7", "ppo.minibatch_size=7", world=49))
+
+
+def test_lengths() -> None:
+    asked = question()
+    models = asked.models
+    short = make_job(asked.config, models, 32, MeanLengths(100, 200))
+    assert (short.train_mean.width, short.train.width) == (304, 2056)  # 301 and 2049, as multiples of TP 8
+    assert peak(short).bytes == peak(asked.job()).bytes
+    assert asked.seconds(short) < asked.seconds(asked.job())
+    for means in (MeanLengths(2000, 200), MeanLengths(100, 0)):
+        with pytest.raises(ConfigError, match="longest"):
+            make_job(asked.config, models, 32, means)
+
+
+def test_a_budget_of_tokens_makes_rows() -> None:
+    made = question("ppo.micro_batch_tokens=9000").job()
+    assert (made.train.count, made.train.width) == (4, 2056)
+
+
+def test_checkpoint_bytes_by_hand() -> None:
+    made = job()
+    assert checkpoint_bytes(made) == 14 * made.roles[0].stages[0].total
+    assert checkpoint_bytes(replace(made, save_optimizer=False)) == 2 * made.roles[0].stages[0].total
