@@ -6,9 +6,9 @@ arise here (no score matrix: attention is fused; no dropout masks at dropout 0) 
 
 - inputs and outputs of both norms: ``4 n h e / s``; torch's own norms also keep the normalised input, and under bf16
   and fp16 their input in fp32
-- queries, keys and values as they come from the first matrix, ``n (a + 2 g) d e / t`` (the values are a part of it), and
-  queries and keys after the rotary embedding, ``n (a + g) d e / t``, with its cosines and sines, ``4 S d e`` for rows of
-  ``S`` slots
+- queries, keys and values as they come from the first matrix, ``n (a + 2 g) d e / t`` (the values are a view of it),
+  and queries and keys after the rotary embedding, ``n (a + g) d e / t``, with its cosines and sines, ``4 S d e`` for
+  rows of ``S`` slots
 - the attention's output, ``n a d e / t``, and its log-sum-exp, ``4 n a / t``
 - gate and up, and their product: ``3 n f e / t`` (``5`` where SwiGLU is not one operation)
 
