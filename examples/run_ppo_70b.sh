@@ -43,7 +43,7 @@ as_rank() { start "$python" -u "$0" "$@"; }
 processes() {
     if [ -n "${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-}}" ]; then
         echo "${NPROC_PER_NODE:-$PET_NPROC_PER_NODE}"
-    elif [ -e /dev/nvidia0 ] && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; then
+    elif compgen -G "/dev/nvidia[0-9]*" > /dev/null && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; then
         echo gpu
     else
         echo 1
@@ -65,6 +65,8 @@ as_agent() {
             *) options+=(--rdzv-conf is_host=0) ;;
         esac
     fi
+    # torchrun's shared store tells its address in the first round only: a node that comes back would wait for it.
+    [ "${MAX_RESTARTS:-0}" = 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     start "$python" -m torch.distributed.run "${options[@]}" "$0" "$@"
 }
 
@@ -87,6 +89,9 @@ elif [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_NNODES:-1}" != 1 ] && [ -z "${NNOD
         "srun --ntasks-per-node 1 bash $0, or as one task per GPU with sbatch examples/slurm/ppo.sbatch"
 elif [ -n "${PMI_RANK:-}" ]; then
     as_rank "$@"
+elif [ -n "${PET_NNODES:-}" ] && [ -z "${NNODES:-}" ]; then
+    # All is said in torchrun's own variables, as Kubeflow sets them.
+    start "$python" -m torch.distributed.run "$0" "$@"
 else
     as_agent "$@"
 fi

@@ -81,7 +81,7 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
     import torch.distributed as dist
 
     from mrlhf.parallel.pulse import start_pulse
-    from mrlhf.parallel.rendezvous import join_store
+    from mrlhf.parallel.rendezvous import join_store, keeps_store
 
     env = resolve_address(env)
     cuda = torch.cuda.is_available()
@@ -111,7 +111,7 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
     )
     address, port = str(env.master_addr), int(env.master_port or 0)
     prefix, store = join_store(address, port, env.rank, env.world_size, timeout)
-    start_pulse(address, port, prefix, env.rank, env.world_size)
+    start_pulse(address, port, prefix, env.rank, env.world_size, serves=env.rank == 0 and not keeps_store(os.environ))
     dist.init_process_group(chosen, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     return env
 
@@ -256,10 +256,14 @@ def _tell(error: BaseException) -> None:
 def _gone(seconds: float) -> str:
     """Which other ranks have ended, as far as can be told in ``seconds``, which this takes."""
     pulse = _pulse()
-    if pulse is not None:
-        return pulse.gone(seconds)
-    time.sleep(seconds)
-    return ""
+    if pulse is None:
+        time.sleep(seconds)
+        return ""
+    gone = pulse.gone(seconds)
+    if pulse.serves:
+        # The others ask the store in this process the same, some of them later.
+        time.sleep(seconds)
+    return gone
 
 
 def _free_port() -> int:

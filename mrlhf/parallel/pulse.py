@@ -39,7 +39,9 @@ class Sign:
 class Pulse(threading.Thread):
     """The thread that counts; there is one in a process that has joined others."""
 
-    def __init__(self, address: str, port: int, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self, address: str, port: int, prefix: str, rank: int, world_size: int, *, serves: bool = False
+    ) -> None:
         """Give the first sign; all ranks do this before they make a process group.
 
         Args:
@@ -48,9 +50,10 @@ class Pulse(threading.Thread):
             prefix: of the keys, of this start of the job alone.
             rank: of this process.
             world_size: number of ranks.
+            serves: whether the store is in this process.
         """
         super().__init__(name="pulse", daemon=True)
-        self.address, self.rank, self.world_size = address, rank, world_size
+        self.address, self.rank, self.world_size, self.serves = address, rank, world_size, serves
         # A connection of its own: whoever waits for a key keeps a connection busy until it is there.
         client = dist.TCPStore(
             address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS), wait_for_workers=False
@@ -91,9 +94,9 @@ class Pulse(threading.Thread):
             return
         with suppress(RuntimeError):
             self.store.set(f"sign/{self.rank}", f"{_LEFT} {self._host}")
-            # The store may be served by this process, and the others still need it to say the same.
+            # The others still need the store to say the same.
             end = time.monotonic() + _LEAVE_SECONDS
-            while self.rank == 0 and time.monotonic() < end and any(s.count is not None for s in self.signs().values()):
+            while self.serves and time.monotonic() < end and any(s.count is not None for s in self.signs().values()):
                 time.sleep(0.02)
 
     def tell(self, cause: str) -> None:
@@ -155,9 +158,9 @@ class Pulse(threading.Thread):
             print(text, file=sys.stderr, flush=True)
 
 
-def start_pulse(address: str, port: int, prefix: str, rank: int, world_size: int) -> Pulse:
+def start_pulse(address: str, port: int, prefix: str, rank: int, world_size: int, *, serves: bool = False) -> Pulse:
     """Make the `Pulse` of this process and start it; it ends with `Pulse.leave`, at the latest at the exit."""
-    pulse = Pulse(address, port, prefix, rank, world_size)
+    pulse = Pulse(address, port, prefix, rank, world_size, serves=serves)
     pulse.start()
     atexit.register(pulse.leave)
     return pulse
