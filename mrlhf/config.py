@@ -25,7 +25,7 @@ from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import RunConfig, Section
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
-from mrlhf.planner import size_problems
+from mrlhf.planner import ParallelSizes, size_problems, vocabulary_problems
 
 __all__ = [
     "Option",
@@ -101,18 +101,7 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
     ``models`` maps roles (``actor``, ``critic``, ``reference``, ``reward``, ...) to architectures. Needs no process
     group, so that each launch is refused before any exists.
     """
-    problems = size_problems(
-        config.parallel.sizes(world_size),
-        models,
-        prompts_per_iteration=config.rollout.prompts_per_iteration,
-        rows_per_iteration=config.rows_per_iteration,
-        minibatch_size=config.ppo.minibatch_size,
-        micro_batch_size=config.ppo.micro_batch_size,
-        micro_batch_tokens=config.ppo.micro_batch_tokens,
-        # Without a limit of its own a prompt takes what the response leaves, at least one token.
-        max_prompt_length=config.data.max_prompt_length or 1,
-        max_response_length=config.longest_response,
-    )
+    problems = _role_problems(config, world_size, models)
     limit = config.ptx.max_length
     problems += [
         f"ptx.max_length {limit} is over the {role}'s length of {model.max_position_embeddings}; lower it"
@@ -131,6 +120,31 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
         problems += [problem for problem in ptx if problem not in problems]
     if problems:
         raise ConfigError(join_problems("these sizes cannot work together:", problems))
+
+
+def _role_problems(config: PPOConfig, world_size: int, models: Mapping[str, ModelConfig]) -> list[str]:
+    """`size_problems` of every layout with its models."""
+    roles: dict[ParallelSizes, list[str]] = {config.parallel.sizes(world_size): []}
+    for role in models:
+        roles.setdefault(config.parallel_of(role).sizes(world_size), []).append(role)
+    problems = vocabulary_problems(models)
+    for number, (sizes, members) in enumerate(roles.items()):
+        trains = number == 0 or "critic" in members
+        found = size_problems(
+            sizes,
+            {role: models[role] for role in members},
+            prompts_per_iteration=config.rollout.prompts_per_iteration if number == 0 else None,
+            rows_per_iteration=config.rows_per_iteration if number == 0 else None,
+            minibatch_size=config.ppo.minibatch_size if trains else None,
+            micro_batch_size=config.ppo.micro_batch_size,
+            micro_batch_tokens=config.ppo.micro_batch_tokens if trains else None,
+            # Without a limit of its own a prompt takes what the response leaves, at least one token.
+            max_prompt_length=config.data.max_prompt_length or 1,
+            max_response_length=config.longest_response,
+        )
+        whose = "" if number == 0 else f"layout of {', '.join(members)}: "
+        problems += [f"{whose}{problem}" for problem in found if problem not in problems]
+    return problems
 
 
 def file_problems(config: RunConfig) -> list[str]:
@@ -288,6 +302,9 @@ def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
         full = f"{prefix}{name}"
         sections = _section_types(field.annotation)
         if len(sections) == 1:
+            if field.default is None:
+                # A section that may be left out has a meaning of its own then.
+                yield Option(full, "section or null", "null", field.description or "")
             yield from _options(sections[0], f"{full}.")
             continue
         yield Option(full, _type_name(field.annotation), _default_text(field), field.description or "")

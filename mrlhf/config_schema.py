@@ -19,6 +19,7 @@ from mrlhf.config_sections import (
     NaturalInt,
     NonNegativeFloat,
     OutputConfig,
+    ParallelConfig,
     PositiveFloat,
     PositiveInt,
     RunConfig,
@@ -46,6 +47,7 @@ class CriticConfig(Section):
     head: Literal["auto", "loaded", "fresh"] = Field(
         "auto", description="value head: the checkpoint's, a new one, or auto: the checkpoint's where it has one"
     )
+    parallel: ParallelConfig | None = Field(None, description="layout of its own on the same ranks; null: parallel")
 
 
 class ReferenceConfig(Section):
@@ -59,6 +61,7 @@ class RewardModelSource(Section):
 
     kind: Literal["model"] = Field("model", description="a reward model")
     path: str = Field(description="Hugging Face folder of a one-label sequence classifier")
+    parallel: ParallelConfig | None = Field(None, description="layout of its own on the same ranks; null: parallel")
     weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
 
 
@@ -222,6 +225,15 @@ class PPOConfig(RunConfig):
     def reward_model_paths(self) -> tuple[str, ...]:
         """Folders of the reward models, in the order of ``reward.sources``."""
         return tuple(source.path for source in self.reward.sources if isinstance(source, RewardModelSource))
+
+    def parallel_of(self, role: str) -> ParallelConfig:
+        """See `RunConfig`; reward models are ``reward0``, ``reward1``, ... in the order of ``reward.sources``."""
+        if role == "critic":
+            return self.critic.parallel or self.parallel
+        if role.startswith("reward"):
+            models = [source for source in self.reward.sources if isinstance(source, RewardModelSource)]
+            return models[int(role.removeprefix("reward"))].parallel or self.parallel
+        return self.parallel
 
     @property
     def critic_path(self) -> str:

@@ -307,6 +307,10 @@ class RunConfig(Section):
         """Folders that must hold a model, by key."""
         raise NotImplementedError
 
+    def parallel_of(self, role: str) -> ParallelConfig:
+        """The layout of one model; ``parallel`` unless it has one of its own."""
+        return self.parallel
+
     def data_files(self) -> dict[str, str | None]:
         """Files that must exist where they are given, by key."""
         raise NotImplementedError

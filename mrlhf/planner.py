@@ -161,7 +161,7 @@ def size_problems(
     problems = _layout_problems(sizes)
     for role, model in models.items():
         problems += _model_problems(role, model, sizes)
-    problems += _vocabulary_problems(models)
+    problems += vocabulary_problems(models)
     if max_prompt_length is not None and max_response_length is not None:
         longest = max_prompt_length + max_response_length + extra_slots
         problems += _length_problems(models, max_prompt_length, max_response_length, extra_slots)
@@ -287,7 +287,8 @@ def _model_problems(role: str, model: ModelConfig, sizes: ParallelSizes) -> list
     return problems
 
 
-def _vocabulary_problems(models: Mapping[str, ModelConfig]) -> list[str]:
+def vocabulary_problems(models: Mapping[str, ModelConfig]) -> list[str]:
+    """Models that do not read the same token ids, in one message; empty when all do."""
     vocabularies = {role: model.vocab_size for role, model in models.items()}
     if len(set(vocabularies.values())) < 2:
         return []

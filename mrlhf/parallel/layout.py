@@ -86,3 +86,8 @@ def data_parallel_slice(rows: int, dp_rank: int, dp_size: int) -> slice:
         raise ConfigError(f"{rows} rows cannot be shared evenly by DP {dp_size}")
     share = rows // dp_size
     return slice(dp_rank * share, (dp_rank + 1) * share)
+
+
+def even_share(rows: int, dp_rank: int, dp_size: int) -> slice:
+    """As `data_parallel_slice`, for any number of rows: shares differ by one row at most."""
+    return slice(rows * dp_rank // dp_size, rows * (dp_rank + 1) // dp_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrlhf.rl import value_loss
-from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.micro_batches import Cut, Plan
 from mrlhf.roles.model import Gradients, LossFunction, TrainedModel, in_label_frame
 from mrlhf.types import Metric, RolloutBatch
 
@@ -35,9 +35,9 @@ def critic_loss(value_clip: float | None, fixed_length: int | None = None) -> Lo
 class Critic(TrainedModel):
     """The trained value model."""
 
-    def values(self, batch: RolloutBatch, plan: Plan) -> torch.Tensor:
+    def values(self, batch: RolloutBatch, cut: Cut) -> torch.Tensor:
         """``V(tokens[:t+1])`` for every slot but the last: ``[B, S-1]`` fp32 on every rank."""
-        return self.per_token(batch, plan)
+        return self.inferred(batch, cut)
 
     def value_gradients(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mrlhf.types import RolloutBatch, round_up
 
@@ -54,6 +54,10 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1, packed:
             raise ValueError(f"{len(lengths)} rows cannot make a multiple of {multiple} micro-batches")
         plan[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return plan
+
+
+Cut = Callable[[RolloutBatch], Plan]
+"""Cuts rows into micro-batches: `make_plan` with its settings filled in."""
 
 
 def make_plan(batch: RolloutBatch, *, rows: int, tokens: int | None, multiple: int = 1, packed: bool = False) -> Plan:

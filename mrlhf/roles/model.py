@@ -13,8 +13,9 @@ from mrlhf.megatron.model import LogprobRequest
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.megatron.schedule import forward_backward, forward_only
 from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.batches import on_other_replicas
 from mrlhf.parallel.collectives import broadcast_from_last_stage
-from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.micro_batches import Cut, Plan
 from mrlhf.types import Metric, RolloutBatch, labels, merge_metrics
 
 LossFunction = Callable[[RolloutBatch, torch.Tensor], tuple[torch.Tensor, dict[str, Metric]]]
@@ -70,6 +71,8 @@ class RoleModel:
         self.config = config
         self.chunks = list(chunks)
         self.groups = groups
+        self.home: Any = None
+        """Data-parallel group that shares out the rows of `inferred`; None: the model's own."""
         self.attention_mask: Callable[[RolloutBatch], torch.Tensor] | None = None
         """Mask of a micro-batch for every pass, of a model built for it (``masked``); None: causal."""
 
@@ -90,6 +93,25 @@ class RoleModel:
         Passes without gradient fill up their last group by themselves.
         """
         return int(self.groups.pp.size()) if len(self.chunks) > 1 else 1
+
+    def inferred(
+        self, batch: RolloutBatch, cut: Cut, request: Callable[[RolloutBatch], LogprobRequest] | None = None
+    ) -> torch.Tensor:
+        """`per_token` where the model's layout may be another one than that of the rows, see `home`.
+
+        Args:
+            batch: this rank's rows.
+            cut: makes the micro-batches of the rows that this rank's replica of the model gets.
+            request: see `per_token`.
+        """
+
+        def compute(rows: RolloutBatch) -> torch.Tensor:
+            """On the model's own replica."""
+            return self.per_token(rows, cut(rows), request)
+
+        if self.home is None:
+            return compute(batch)
+        return on_other_replicas(batch, self.home, self.groups.dp, compute)
 
     def per_token(
         self,

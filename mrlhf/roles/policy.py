@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from mrlhf.megatron.model import LogprobRequest
-from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.micro_batches import Cut
 from mrlhf.roles.model import RoleModel, label_targets, pad_frame
 from mrlhf.rollout.engine import RolloutEngine
 from mrlhf.types import RolloutBatch
@@ -35,9 +35,9 @@ def logprob_request(temperature: float, *, with_entropy: bool = False) -> Callab
 class PolicyModel(RoleModel):
     """A language model as a role."""
 
-    def logprobs(self, batch: RolloutBatch, plan: Plan, *, temperature: float) -> torch.Tensor:
+    def logprobs(self, batch: RolloutBatch, cut: Cut, *, temperature: float) -> torch.Tensor:
         """``log p(label)`` where ``gae_mask`` is True, 0 elsewhere: ``[B, S-1]`` fp32 on every rank."""
-        return self.per_token(batch, plan, logprob_request(temperature))
+        return self.inferred(batch, cut, logprob_request(temperature))
 
     def engine(self, slots: int) -> RolloutEngine:
         """Generation on these weights, ``slots`` rows at once."""

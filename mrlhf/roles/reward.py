@@ -14,7 +14,7 @@ import tenacity
 import torch
 
 from mrlhf.errors import ConfigError, MrlhfError
-from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.micro_batches import Cut
 from mrlhf.roles.model import RoleModel
 from mrlhf.types import RolloutBatch, gather_rows
 
@@ -25,9 +25,9 @@ LONGEST_WAIT = 30.0
 class RewardModel(RoleModel):
     """A frozen one-label classifier, read at the last response token."""
 
-    def scores(self, batch: RolloutBatch, plan: Plan) -> torch.Tensor:
+    def scores(self, batch: RolloutBatch, cut: Cut) -> torch.Tensor:
         """``[B]`` fp32: the model's number after the last response token (of the prompt, where there is none)."""
-        return gather_rows(self.per_token(batch, plan), batch.lengths - 1)
+        return gather_rows(self.inferred(batch, cut), batch.lengths - 1)
 
 
 class ScoreSource(Protocol):

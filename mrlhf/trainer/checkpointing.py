@@ -9,7 +9,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,7 +144,7 @@ class Checkpointer:
             checkpoint.path,
             self.state.models(),
             averages=self.state.averages(),
-            layout=asdict(self.job.sizes),
+            layout=self.job.described_layout(),
             weights_only=weights_only,
         )
         if weights_only:
@@ -221,7 +220,7 @@ class Checkpointer:
                 averages=self.state.averages(),
                 common=common,
                 per_rank={"rank": dist.get_rank()},
-                layout=asdict(self.job.sizes),
+                layout=self.job.described_layout(),
                 optimizer=optimizer,
                 queue=self._queue,
             )
@@ -269,7 +268,7 @@ class Checkpointer:
             files: dict[str, FileRecord] = {}
             for part in all_gather_objects(records):
                 files.update(part)
-            layout = asdict(self.job.sizes)
+            layout = self.job.described_layout()
             together(
                 lambda: (
                     store.commit(done, layout=layout, metrics=metrics, files=files) if dist.get_rank() == 0 else None

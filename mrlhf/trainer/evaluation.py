@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,13 +130,13 @@ class Evaluator:
             pad_to_multiple=settings.pad_to_multiple,
         ).to(self.device)
         batch = add_masks(batch, "standard")
-        plan = make_plan(batch, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
-        batch = batch.replace(scores=self.scorer.scores(batch, plan, samples))
+        cut = partial(make_plan, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
+        batch = batch.replace(scores=self.scorer.scores(batch, cut, samples))
         if with_logprobs:
             temperature = settings.sampling.temperature
             batch = batch.replace(
-                old_logprobs=self.actor.logprobs(batch, plan, temperature=temperature),
-                ref_logprobs=self.reference.logprobs(batch, plan, temperature=temperature),
+                old_logprobs=self.actor.logprobs(batch, cut, temperature=temperature),
+                ref_logprobs=self.reference.logprobs(batch, cut, temperature=temperature),
             )
         return gather_batch(batch, self.actor.groups.dp)
 

@@ -21,7 +21,7 @@ from mrlhf.rl import (
     whiten,
 )
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.micro_batches import Cut
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.types import RolloutBatch, gather_rows
 
@@ -59,7 +59,7 @@ def add_masks(batch: RolloutBatch, semantics: Semantics, response_width: int | N
 
 def add_inference(
     batch: RolloutBatch,
-    plan: Plan,
+    cut: Cut,
     *,
     actor: PolicyModel,
     reference: PolicyModel,
@@ -68,9 +68,9 @@ def add_inference(
 ) -> RolloutBatch:
     """Set ``old_logprobs``, ``ref_logprobs`` and, with a critic, ``values``: what the models say before any update."""
     return batch.replace(
-        old_logprobs=actor.logprobs(batch, plan, temperature=temperature),
-        ref_logprobs=reference.logprobs(batch, plan, temperature=temperature),
-        values=critic.values(batch, plan) if critic is not None else None,
+        old_logprobs=actor.logprobs(batch, cut, temperature=temperature),
+        ref_logprobs=reference.logprobs(batch, cut, temperature=temperature),
+        values=critic.values(batch, cut) if critic is not None else None,
     )
 
 

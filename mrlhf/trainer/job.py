@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,21 @@ from mrlhf.megatron.groups import ProcessGroupCollection, build_groups
 from mrlhf.megatron.model import Head, build_model
 from mrlhf.megatron.optimizer import AdamSettings, Trainable
 from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.collectives import Group
 from mrlhf.parallel.launch import LaunchEnv, initialize
 from mrlhf.planner import ParallelSizes, token_multiple
 from mrlhf.trainer.precision import fp8_for
 
 C = TypeVar("C", bound=RunConfig)
 C_co = TypeVar("C_co", bound=RunConfig, covariant=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is divided over the ranks, and this rank's groups."""
+
+    sizes: ParallelSizes
+    groups: ProcessGroupCollection
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,8 @@ class Job(Generic[C_co]):
     groups: ProcessGroupCollection
     device: torch.device
     dtype: torch.dtype
+    own_layouts: Mapping[str, Layout] = field(default_factory=dict)
+    """Of the models that have another one than ``sizes`` and ``groups``, by role."""
 
     @property
     def dp_rank(self) -> int:
@@ -51,10 +63,26 @@ class Job(Generic[C_co]):
         """Number of replicas."""
         return int(self.groups.dp.size())
 
+    def layout_of(self, role: str) -> Layout:
+        """Of one model."""
+        return self.own_layouts.get(role) or Layout(self.sizes, self.groups)
+
+    def home_of(self, role: str) -> Group:
+        """The data-parallel group that shares out a run's rows, for a model whose own one is another; else None."""
+        return self.groups.dp if role in self.own_layouts else None
+
+    def described_layout(self) -> dict[str, Any]:
+        """All parallel sizes, as a checkpoint names them."""
+        sizes = asdict(self.sizes)
+        for role, layout in self.own_layouts.items():
+            sizes |= {f"{role}.{key}": value for key, value in asdict(layout.sizes).items() if value != sizes[key]}
+        return sizes
+
     @property
     def pad_to_multiple(self) -> int:
         """Row widths are multiples of it, so that sequence parallelism can split them, and FP8 compute every part."""
-        return token_multiple(self.sizes, self.config.precision.token_multiple)
+        every = (self.sizes, *(layout.sizes for layout in self.own_layouts.values()))
+        return math.lcm(*(token_multiple(sizes, self.config.precision.token_multiple) for sizes in every))
 
 
 def read_architectures(paths: Mapping[str, str]) -> dict[str, ModelConfig]:
@@ -83,7 +111,14 @@ def join(config: C, models: dict[str, ModelConfig], env: LaunchEnv) -> Job[C]:
     sizes = config.parallel.sizes(env.world_size)
     groups = build_groups(sizes, timeout)
     device.seed_rng_tracker(config.seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp.rank())
-    return Job(config, models, env, sizes, groups, device.device(), DTYPES[config.precision.dtype])
+    made, own = {sizes: groups}, {}
+    for role in models:
+        wanted = config.parallel_of(role).sizes(env.world_size)
+        if wanted != sizes:
+            if wanted not in made:
+                made[wanted] = build_groups(wanted, timeout)
+            own[role] = Layout(wanted, made[wanted])
+    return Job(config, models, env, sizes, groups, device.device(), DTYPES[config.precision.dtype], own)
 
 
 def load_model(
@@ -103,13 +138,13 @@ def load_model(
     With ``init="random"`` nothing is read, and the weights are drawn by the run's seed (`draw_weights`). A model that
     will get attention masks is ``masked``, see `build_model`.
     """
-    model = job.models[role]
+    model, layout = job.models[role], job.layout_of(role)
     loaded = init == "loaded"
     bias = loaded and head == "value" and head_init != "fresh" and not is_megatron_folder(path) and has_value_bias(path)
     chunks = build_model(
         model,
-        job.sizes,
-        job.groups,
+        layout.sizes,
+        layout.groups,
         head=head,
         dtype=job.dtype,
         dropout=dropout,
@@ -123,8 +158,8 @@ def load_model(
         draw_weights(
             chunks,
             model,
-            tp_rank=job.groups.tp.rank(),
-            tp_size=job.groups.tp.size(),
+            tp_rank=layout.groups.tp.rank(),
+            tp_size=layout.groups.tp.size(),
             head=head,
             seed=job.config.seed,
         )
@@ -133,7 +168,7 @@ def load_model(
         chunks,
         model,
         Path(path),
-        groups=job.groups,
+        groups=layout.groups,
         head=head,
         head_init=head_init,  # type: ignore[arg-type]
         seed=job.config.seed,
@@ -142,9 +177,9 @@ def load_model(
 
 
 def make_trainable(
-    job: Job[C], chunks: list[torch.nn.Module], adam: AdamConfig, *, total_steps: int, distributed: bool
+    job: Job[C], role: str, chunks: list[torch.nn.Module], adam: AdamConfig, *, total_steps: int, distributed: bool
 ) -> Trainable:
-    """``chunks`` in DDP with their optimizer, whose schedule ends after ``total_steps``."""
+    """The stages of a role in DDP with their optimizer, whose schedule ends after ``total_steps``."""
     settings = AdamSettings(
         lr=adam.lr,
         min_lr=adam.min_lr,
@@ -157,4 +192,4 @@ def make_trainable(
         eps=adam.eps,
         clip_grad=adam.clip_grad,
     )
-    return Trainable(chunks, job.groups, settings, distributed_optimizer=distributed)
+    return Trainable(chunks, job.layout_of(role).groups, settings, distributed_optimizer=distributed)

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,16 +175,16 @@ class _Replay:
         batch = batch.select(data_parallel_slice(batch.size, job.dp_rank, job.dp_size))
         batch = add_masks(batch, recording.semantics, recording.settings["max_response_length"])
         inference = job.config.inference
-        plan = make_plan(batch, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
+        cut = partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
         batch = add_inference(
             batch,
-            plan,
+            cut,
             actor=self.actor,
             reference=self.reference,
             critic=self.critic,
             temperature=shaping.temperature,
         )
-        batch = batch.replace(scores=self.reward.scores(batch, plan))
+        batch = batch.replace(scores=self.reward.scores(batch, cut))
         batch = gather_batch(add_advantages(batch, shaping, job.groups.dp), job.groups.dp)
         self._compare_rollout(f"rollout {index}", batch, recorded, 2e-4 if index == 0 else 1e-3)
         if index == 0:
@@ -217,7 +218,7 @@ class _Replay:
         for step in updates:
             for role in ("actor", "critic"):
                 update: Update = getattr(step, role)
-                total = all_reduce_metrics(update.metrics if self.actor.counts_metrics else {})
+                total = all_reduce_metrics(update.metrics if getattr(self, role).counts_metrics else {})
                 ours[f"{role}_loss"].append(total["loss"].result())
                 ours[f"{role}_grad_norm"].append(update.grad_norm)
         for name, values in ours.items():
@@ -246,7 +247,7 @@ class _Replay:
                 ("actor", self.actor, "lm", "actor"),
                 ("critic", self.critic, "value", "reward"),
             ):
-                norms = exported_norms(model, head, self.recording.folder / source, Path(temporary) / name, self.job)
+                norms = exported_norms(model, head, self.recording.folder / source, Path(temporary) / name)
                 recorded = {_hf_name(k): v for k, v in final[f"{name}_weight_norms"].items()}
                 ours = [norms.get(k, float("nan")) for k in recorded]
                 self.report.compare(f"final {name} weight norms", ours, list(recorded.values()), 5e-6, "relative")
@@ -258,9 +259,9 @@ def _hf_name(recorded: str) -> str:
     return recorded.replace("v_head.", "score.").replace("rwtransformer.", "model.")
 
 
-def exported_norms(model: RoleModel, head: str, source: Path, target: Path, job: jobs.PPOJob) -> dict[str, float]:
+def exported_norms(model: RoleModel, head: str, source: Path, target: Path) -> dict[str, float]:
     """Norm of every Hugging Face tensor of the exported model, on every rank."""
-    export_hf(model.chunks, model.config, target, source_folder=source, groups=job.groups, head=head)
+    export_hf(model.chunks, model.config, target, source_folder=source, groups=model.groups, head=head)
     norms: list[Any] = [None]
     if dist.get_rank() == 0:
         norms[0] = {

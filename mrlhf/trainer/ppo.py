@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -274,7 +275,7 @@ class PPOTrainer:
             self.config.output_dir / name,
             source=source,
             head=head,
-            groups=self.job.groups,
+            groups=model.groups,
             tokenizer=self.tokenizer,
             overwrite=trainer.overwrite or self.checkpoints.first > 0,
             dtype=export_dtype(trainer, model.config.dtype, self.job.dtype),
@@ -298,16 +299,16 @@ class PPOTrainer:
 
     def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
         inference = self.config.inference
-        plan = make_plan(batch, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
+        cut = partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
         batch = add_inference(
             batch,
-            plan,
+            cut,
             actor=self.actor,
             reference=self.reference,
             critic=self.critic,
             temperature=self.config.rollout.temperature,
         )
-        raw = scores = self.scorer.scores(batch, plan, samples)
+        raw = scores = self.scorer.scores(batch, cut, samples)
         if self.normalizer is not None:
             scores = self.normalizer.normalize(raw, self.job.groups.dp)
         return batch.replace(scores=scores, raw_scores=raw)

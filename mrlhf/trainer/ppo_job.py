@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from mrlhf.parallel.launch_env import LaunchEnv, detect_launch, explained
 from mrlhf.planner import check_sizes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
+from mrlhf.roles.model import RoleModel
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
@@ -26,6 +27,7 @@ from mrlhf.trainer.job import Job, join, load_model, make_trainable, read_archit
 from mrlhf.trainer.precision import precision_problems
 
 PPOJob: TypeAlias = Job[PPOConfig]
+R = TypeVar("R", bound=RoleModel)
 TRAINED = ("actor", "critic")
 """Roles with an optimizer."""
 
@@ -111,7 +113,7 @@ def build_actor(job: PPOJob) -> Actor:
     chunks = load_model(job, "actor", config.actor.path, "lm", dropout=config.actor.dropout, trainable=True)
     # Its schedule rests while the critic warms up.
     steps = config.trainer.iterations - config.ppo.critic_warmup_iterations
-    trainable = _trainable(job, chunks, config.optimizer.actor, steps)
+    trainable = _trainable(job, "actor", chunks, config.optimizer.actor, steps)
     return Actor("actor", job.models["actor"], trainable, job.groups)
 
 
@@ -126,8 +128,8 @@ def build_critic(job: PPOJob) -> Critic:
     chunks = load_model(
         job, "critic", job.config.critic_path, "value", trainable=True, head_init=job.config.critic.head
     )
-    trainable = _trainable(job, chunks, job.config.optimizer.critic, job.config.trainer.iterations)
-    return Critic("critic", job.models["critic"], trainable, job.groups)
+    trainable = _trainable(job, "critic", chunks, job.config.optimizer.critic, job.config.trainer.iterations)
+    return _at_home(job, Critic("critic", job.models["critic"], trainable, job.layout_of("critic").groups))
 
 
 def build_reference(job: PPOJob) -> Reference:
@@ -140,8 +142,13 @@ def build_reward_model(job: PPOJob, index: int) -> RewardModel:
     """The ``index``-th reward model."""
     name = f"reward{index}"
     chunks = load_model(job, name, job.config.reward_model_paths[index], "value", head_init="loaded")
-    return RewardModel(name, job.models[name], chunks, job.groups)
+    return _at_home(job, RewardModel(name, job.models[name], chunks, job.layout_of(name).groups))
 
 
-def _trainable(job: PPOJob, chunks: list[torch.nn.Module], adam: AdamConfig, steps: int) -> Trainable:
-    return make_trainable(job, chunks, adam, total_steps=steps, distributed=job.config.optimizer.distributed)
+def _at_home(job: PPOJob, model: R) -> R:
+    model.home = job.home_of(model.name)
+    return model
+
+
+def _trainable(job: PPOJob, role: str, chunks: list[torch.nn.Module], adam: AdamConfig, steps: int) -> Trainable:
+    return make_trainable(job, role, chunks, adam, total_steps=steps, distributed=job.config.optimizer.distributed)

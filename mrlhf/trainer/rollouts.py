@@ -14,7 +14,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import MrlhfError, RewardError
 from mrlhf.parallel.collectives import Group, all_gather_objects
 from mrlhf.rl import Semantics
-from mrlhf.roles.micro_batches import Plan
+from mrlhf.roles.micro_batches import Cut
 from mrlhf.roles.reward import RewardModel, ScoreSource
 from mrlhf.rollout.engine import GenerationRequest, RolloutEngine
 from mrlhf.rollout.sampling import SamplingParams
@@ -162,13 +162,13 @@ class Scorer:
         self.replica_group = replica_group
         self._parts: dict[str, torch.Tensor] = {}
 
-    def scores(self, batch: RolloutBatch, plan: Plan, samples: Sequence[Sample]) -> torch.Tensor:
+    def scores(self, batch: RolloutBatch, cut: Cut, samples: Sequence[Sample]) -> torch.Tensor:
         """``[B]`` fp32 on every rank of the replica; all ranks of the job call this together.
 
         Raises:
             RewardError: on every rank: a function or a server of some replica has failed.
         """
-        parts = {f"reward_model{i}": model.scores(batch, plan) for i, (model, _) in enumerate(self.models)}
+        parts = {f"reward_model{i}": model.scores(batch, cut) for i, (model, _) in enumerate(self.models)}
         weights = [weight for _, weight in (*self.models, *self.functions)]
         if self.functions:
             called = self._from_functions(batch, samples)

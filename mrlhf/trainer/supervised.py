@@ -85,7 +85,7 @@ def build_trained(
         masked=masked,
     )
     adam = config.optimizer
-    trainable = make_trainable(job, chunks, adam, total_steps=steps, distributed=adam.distributed)
+    trainable = make_trainable(job, MODEL, chunks, adam, total_steps=steps, distributed=adam.distributed)
     return TrainedModel(MODEL, job.models[MODEL], trainable, job.groups)
 
 

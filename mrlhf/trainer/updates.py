@@ -15,8 +15,8 @@ from mrlhf.parallel.layout import data_parallel_slice
 from mrlhf.rl import Aggregation, Semantics, ds_group_row_weights, sequence_row_weights
 from mrlhf.roles.actor import Actor, PolicyLossSettings
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.micro_batches import make_plan
-from mrlhf.roles.model import Gradients, Update
+from mrlhf.roles.micro_batches import Plan, make_plan
+from mrlhf.roles.model import Gradients, TrainedModel, Update
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.ptx import PTX
 from mrlhf.trainer.skipped import count_skipped
@@ -186,26 +186,21 @@ class Updater:
         self, batch: RolloutBatch, rows: list[int], metrics: MetricAccumulator, *, train_actor: bool, first: bool
     ) -> tuple[Step, bool]:
         """The step on one minibatch, and whether the actor has come too far from where it sampled."""
-        settings, groups = self.settings, self.actor.groups
-        mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=groups.dp.rank(), dp_size=groups.dp.size())
-        plan = make_plan(
-            mine,
-            rows=settings.micro_batch_size,
-            tokens=settings.micro_batch_tokens,
-            multiple=self.actor.micro_batch_multiple,
-        )
+        settings = self.settings
         policy = value = None
         if train_actor:
+            mine, plan, denominator = self._share(self.actor, batch, rows)
             policy = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
         if self.critic is not None:
+            mine, plan, denominator = self._share(self.critic, batch, rows)
             value = self.critic.value_gradients(
                 mine, plan, settings.value_clip, denominator, settings.policy.fixed_length
             )
-        if self.actor.counts_metrics:
-            if policy is not None:
-                metrics.add(policy.metrics, "policy/")
-                metrics.add(_ratio_error(policy.metrics) if first else {})
-            metrics.add(value.metrics if value is not None else {}, "value/")
+        if policy is not None and self.actor.counts_metrics:
+            metrics.add(policy.metrics, "policy/")
+            metrics.add(_ratio_error(policy.metrics) if first else {})
+        if value is not None and self.critic is not None and self.critic.counts_metrics:
+            metrics.add(value.metrics, "value/")
         stop = policy is not None and self._too_far(policy)
         policy = None if stop else policy
         # One without the other would pair a policy with values of another one.
@@ -213,6 +208,18 @@ class Updater:
         actor = self.actor.apply(policy, finite) if policy is not None else None
         critic = self.critic.apply(value, finite) if self.critic is not None and value is not None else None
         return Step(actor, critic, self._after_the_actor(metrics) if actor is not None else None), stop
+
+    def _share(self, model: TrainedModel, batch: RolloutBatch, rows: list[int]) -> tuple[RolloutBatch, Plan, float]:
+        """The rows of a minibatch for this rank's replica of a model, cut, and the denominator of all of them."""
+        settings, dp = self.settings, model.groups.dp
+        mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=dp.rank(), dp_size=dp.size())
+        plan = make_plan(
+            mine,
+            rows=settings.micro_batch_size,
+            tokens=settings.micro_batch_tokens,
+            multiple=model.micro_batch_multiple,
+        )
+        return mine, plan, denominator
 
     def _after_the_actor(self, metrics: MetricAccumulator) -> Update | None:
         update = None

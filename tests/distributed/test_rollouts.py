@@ -135,9 +135,12 @@ def _scored(config: PPOConfig) -> dict[str, Any]:
     samples = next(trainer.stream)[trainer.job.dp_rank * per_rank :][:per_rank]
     batch, width, samples = trainer.sampler.sample(samples, 0)
     batch = add_masks(batch, config.semantics, width)
-    plan = by_rows(batch.size, 3)
-    model = trainer.scorer.models[0][0].scores(batch, plan)
-    scores = trainer.scorer.scores(batch, plan, samples)
+
+    def cut(rows: RolloutBatch) -> list[list[int]]:
+        return by_rows(rows.size, 3)
+
+    model = trainer.scorer.models[0][0].scores(batch, cut)
+    scores = trainer.scorer.scores(batch, cut, samples)
     return {
         "calls": list(calls), "scores": scores, "model": model, "dp": trainer.job.dp_rank,
         "rows": [batch.prompt(i) + batch.response(i) for i in range(batch.size)],

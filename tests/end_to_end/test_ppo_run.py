@@ -102,6 +102,7 @@ LAYOUTS = {
     "tp2": (2, [TP2]),
     "pp2": (2, [PP2]),
     "dp2": (2, []),
+    "critic-of-its-own": (2, [TP2, "critic.parallel={}", "optimizer.distributed=true"]),
     "micro-batch-tokens": (1, ["ppo.micro_batch_tokens=60", "inference.micro_batch_tokens=70"]),
     "small-batches": (1, ["ppo.micro_batch_size=4", "inference.micro_batch_size=3", "rollout.batch_size=3"]),
 }

@@ -15,6 +15,15 @@ TP2, PP2 = "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"
 VPP2, SP = "virtual_pipeline_model_parallel_size=2", "sequence_parallel=true"
 DISTRIBUTED = "optimizer.distributed=true"
 
+
+def _own(override: str) -> str:
+    return override.replace("=", ": ")
+
+
+def _reward(layout: str) -> str:
+    return f"reward.sources=[{{kind: model, path: FOLDER/reward, parallel: {{{_own(layout)}}}}}]"
+
+
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp1": (1, ["ppo.micro_batch_size=2"]),
     "tp1-micro1": (1, ["ppo.micro_batch_size=1", "inference.micro_batch_size=1"]),
@@ -39,18 +48,22 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2-tp2-sp-distributed": (4, [TP2, SP, DISTRIBUTED]),
     "pp2-distributed": (2, [PP2, DISTRIBUTED]),
     "dp2-pp2-vpp2-distributed": (4, [PP2, VPP2, DISTRIBUTED]),
+    # The critic, or both it and the reward model, on the same ranks in layouts of their own.
+    "tp2-critic-dp2": (2, [TP2, "critic.parallel={}", DISTRIBUTED]),
+    "dp2-critic-tp2-reward-pp2": (2, [f"critic.parallel={{{_own(TP2)}, {_own(SP)}}}", _reward(PP2)]),
+    "tp2-pp2-critic-pp4-reward-dp4": (4, [TP2, PP2, "critic.parallel={pipeline_model_parallel_size: 4}", _reward("")]),
     "pp2-uneven": (2, [PP2, "num_layers_in_first_pipeline_stage=3"]),
 }
 
 
 def _replay(folder: Path, overrides: list[str]) -> dict[str, tuple[float, float, int]]:
-    report, _ = replay(read_recording(folder), overrides)
+    report, _ = replay(read_recording(folder), [override.replace("FOLDER", str(folder)) for override in overrides])
     return {name: (row.deviation, row.tolerance, row.count) for name, row in report.rows.items()}
 
 
 # One layout of each kind for both recordings; the rest for one of them, or with the slow tests.
-QUICK = ("tp1", "tp2", "pp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-distributed", "tp2-pp2-vpp2")
-LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed")
+QUICK = ("tp1", "tp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-critic-tp2-reward-pp2")
+LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed", "pp4", "dp2-pp2")
 CASES = [
     pytest.param(name, layout, marks=[] if layout in quick else pytest.mark.slow)
     for name, quick in (("standard_trajectory", LAYOUTS.keys() - LONGER), ("ds_chat_trajectory", QUICK))

@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 
 ITERATIONS, SAVED = 4, 2
 OVERRIDES = (f"trainer.iterations={ITERATIONS}", f"checkpoint.interval={SAVED}", "trainer.overwrite=false")
+OWN_CRITIC = ("critic.parallel={pipeline_model_parallel_size: 2}",)
 TP2, DP2 = ("parallel.tensor_model_parallel_size=2",), ("optimizer.distributed=true",)
 
 PPO = {
@@ -114,7 +115,7 @@ def test_ppo_resumes_bit_for_bit_on_one_rank(kind: str, inputs: dict[str, Path],
 
 def test_ppo_resumes_bit_for_bit_on_two_ranks(inputs: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(three_runs, 2, ["everything"], inputs, tmp_path / "tp", (*TP2, "checkpoint.asynchronous=true"))
-    run_ranks(three_runs, 2, ["deepspeed_chat"], inputs, tmp_path / "dp", DP2)
+    run_ranks(three_runs, 2, ["deepspeed_chat"], inputs, tmp_path / "dp", (*DP2, *OWN_CRITIC))
 
 
 def test_supervised_runs_resume_bit_for_bit(inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -215,10 +216,11 @@ def other_layout(inputs: dict[str, Path], root: Path, *overrides: str) -> list[d
 
 
 def test_a_run_goes_on_under_another_layout(inputs: dict[str, Path], tmp_path: Path) -> None:
-    """C13: saved under TP 2, resumed on one rank: the same numbers up to rounding."""
+    """C13: saved under TP 2, resumed under DP 2 with a critic in stages: the same numbers up to rounding."""
     whole = run_ranks(other_layout, 2, inputs, tmp_path, *TP2)[0]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "iter_0000004")
-    resumed = run_ranks(other_layout, 1, inputs, tmp_path, "trainer.resume=auto")[0]
+    small = ("trainer.resume=auto", "ppo.micro_batch_size=1")
+    resumed = run_ranks(other_layout, 2, inputs, tmp_path, *small, *OWN_CRITIC)[0]
     assert [row["step"] for row in resumed] == list(range(ITERATIONS))
     assert resumed[:SAVED] == whole[:SAVED]
     for key in ("score_mean", "kl_k1", "policy_loss", "value_loss", "ptx_loss", "actor_lr", "kl_coef"):
