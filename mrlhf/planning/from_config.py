@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def make_job(
 
 def role_sizes(config: RunConfig, role: str, world_size: int) -> ParallelSizes:
     """The layout of a role."""
-    return config.parallel.sizes(world_size)
+    return config.parallel_of(role).sizes(world_size)
 
 
 def _role(config: RunConfig, name: str, model: ModelConfig, world_size: int, *, trained: bool) -> Role:
@@ -108,7 +109,7 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
         _role(config, name, models[name], world_size, trained=name in ("actor", "critic"))
         for name in role_paths(config)
     )
-    multiple = token_multiple(roles[0].sizes, config.precision.token_multiple)
+    multiple = _width_multiple(config, roles)
     response = config.rollout.max_response_length
     prompt = config.data.max_prompt_length
     if prompt is None:
@@ -151,7 +152,7 @@ def _supervised_job(
     config: SupervisedConfig, models: Mapping[str, ModelConfig], world_size: int, means: MeanLengths
 ) -> Job:
     roles = tuple(_role(config, name, models[name], world_size, trained=name == "model") for name in role_paths(config))
-    multiple = token_multiple(roles[0].sizes, config.precision.token_multiple)
+    multiple = _width_multiple(config, roles)
     longest = config.data.max_length or min(model.max_position_embeddings for model in models.values())
     length = _mean(means.response, longest, "--response-length", "data.max_length")
     # A preference pair is two rows.
@@ -187,6 +188,11 @@ def _supervised_job(
         save_optimizer=config.checkpoint.optimizer,
         fused_kernels=config.precision.kernels != "local",
     )
+
+
+def _width_multiple(config: RunConfig, roles: tuple[Role, ...]) -> int:
+    """Widths of rows are multiples of what every model's layout and number format ask for."""
+    return math.lcm(*(token_multiple(role.sizes, config.precision.token_multiple) for role in roles))
 
 
 def _mean(given: int | None, longest: int, option: str, key: str) -> int:

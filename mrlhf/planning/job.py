@@ -179,6 +179,12 @@ class Job:
         """The roles with an optimizer."""
         return (role for role in self.roles if role.trained)
 
+    def inferred(self) -> list[Role]:
+        """The roles that make passes without gradient in an iteration: all of PPO's, else the frozen ones."""
+        if self.inference is None:
+            return []
+        return [role for role in self.roles if self.rollout is not None or not role.trained]
+
     def rank_classes(self) -> list[tuple[range, dict[str, int]]]:
         """Ranks that hold the same stages, in order: ``(ranks, {role: pipeline rank})``."""
         world = self.sizes.world_size

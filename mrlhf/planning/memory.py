@@ -128,7 +128,7 @@ def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
         cache = kv_cache_bytes(job, actor, job.rollout, actor.stages[stages[actor.name]].layers)
         found["rollout"] = PhaseBytes(**base, activations=work, head=head, kv_cache=cache)
     if job.inference is not None:
-        pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in job.roles]
+        pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in job.inferred()]
         work, head = max(pairs, key=sum)
         found["inference"] = PhaseBytes(**base, activations=work, head=head, rows=own)
     # While it trains, every rank holds the rows of all replicas, so that minibatches do not depend on DP.

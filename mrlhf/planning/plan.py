@@ -163,7 +163,7 @@ def _flops(job: Job) -> dict[str, dict[str, float]]:
             prompts = [flops.prefill(role, stage, job.rollout, rows) for stage in stages]
             tokens = [flops.decode(role, stage, job.rollout, rows) for stage in stages]
             add("rollout", role, [a + b for a, b in zip(prompts, tokens, strict=True)])
-        if job.inference_mean is not None:
+        if job.inference_mean is not None and role in job.inferred():
             count = rows / job.inference_mean.count
             add("inference", role, [count * flops.forward(role, stage, job.inference_mean) for stage in stages])
         if role.trained:
@@ -188,7 +188,7 @@ def _traffic(job: Job) -> dict[str, dict[str, float]]:
         stages, d = range(role.sizes.pipeline_model_parallel_size), role.sizes.data_parallel_size
         if job.rollout is not None and role is job.roles[0]:
             add("rollout", [_generation_traffic(job, role, i) for i in stages])
-        if job.inference_mean is not None:
+        if job.inference_mean is not None and role in job.inferred():
             count = math.ceil(math.ceil(job.rows / d) / job.inference_mean.count)
             add("inference", [pass_traffic(job, role, i, job.inference_mean, backward=False) * count for i in stages])
         if role.trained:

@@ -72,7 +72,7 @@ class Clock:
         if job.rollout is not None:
             found["rollout"] = self.generation(job.roles[0], job.rollout)
         if job.inference_mean is not None:
-            parts = [self._inference(role, job.inference_mean) for role in job.roles]
+            parts = [self._inference(role, job.inference_mean) for role in job.inferred()]
             found["inference"] = sum(parts, Seconds())
         train = [self._training(role, job.train_mean, job.minibatch) * job.steps for role in job.trained()]
         if job.text_rows and job.text_micro_batch is not None:

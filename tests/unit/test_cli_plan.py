@@ -165,6 +165,7 @@ def test_other_runs() -> None:
     layout = [
         "parallel.tensor_model_parallel_size=8",
         "parallel.pipeline_model_parallel_size=4",
+        "parallel.sequence_parallel=true",
         "precision.dtype=bf16",
     ]
     batches = ["train.batch_size=64", "data.train=x.jsonl", "data.max_length=4096", *layout]
@@ -175,7 +176,7 @@ def test_other_runs() -> None:
     assert [each["role"] for each in dpo["models"]] == ["model", "reference"]
     # A pair is two rows, and the reference reads them too.
     assert dpo["batches"]["rows"] == 2 * sft["batches"]["rows"]
-    assert dpo["flops"]["inference"]["all_ranks"] > 0
+    assert dpo["flops"]["inference"]["all_ranks"] == pytest.approx(dpo["flops"]["train"]["all_ranks"] / 3, rel=0.02)
     reward = answer("--kind", "reward", "model.path=examples/configs/models/llama-3-8b-reward", *batches)
     assert reward["models"][0]["head"] == "value"
 
