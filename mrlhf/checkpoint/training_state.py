@@ -120,7 +120,7 @@ def save_state(
         "common": dict(common),
     }
     together(lambda: _write_description(Path(folder), description) if dist.get_rank() == 0 else None, f"{folder}")
-    state = _sharded(models, averages, optimizer=_gathered if optimizer else None)
+    state = sharded_state(models, averages, optimizer=gathered if optimizer else None)
     scaling = {name: scaling_state(model.trainable.modules) for name, model in models.items()}
     state[_RANKS] = _rank_object({"state": per_rank, "rng": _rng_state(), "fp8": scaling})
     with _agreed(f"{folder}: cannot be saved"):
@@ -235,7 +235,7 @@ def load_state(
     same = description["layout"] == dict(layout) and not weights_only
     tensors = {} if weights_only else {name: optimizer_state.empty_tensors(m.trainable) for name, m in models.items()}
     read = {} if weights_only else averages
-    wanted = _sharded(models, read, optimizer=None if weights_only else lambda name, _: tensors[name])
+    wanted = sharded_state(models, read, optimizer=None if weights_only else lambda name, _: tensors[name])
     if same:
         wanted[_RANKS] = _rank_object(None)
     where = f"{folder} (saved with {_layout(description['layout'])}, now {_layout(layout)})"
@@ -323,7 +323,7 @@ def _differences(
     return problems
 
 
-def _sharded(
+def sharded_state(
     models: Mapping[str, SavedModel],
     averages: Mapping[str, Average],
     *,
@@ -362,7 +362,8 @@ def _parameters(model: SavedModel) -> dict[str, torch.nn.Parameter]:
     return {f"{index}.{key}": parameter for index, chunk in stages for key, parameter in chunk.named_parameters()}
 
 
-def _gathered(_: str, trainable: Trainable) -> optimizer_state.Tensors:
+def gathered(_: str, trainable: Trainable) -> optimizer_state.Tensors:
+    """The tensors of a model's Adam, for `sharded_state`; all ranks of the model call this together."""
     return optimizer_state.gather_tensors(trainable)
 
 

@@ -231,7 +231,8 @@ def build_model(
         _mark_sharded(chunk)
         chunk.requires_grad_(trainable)
         chunk.token_multiple = fp8.token_multiple if fp8 is not None else 1
-        chunks.append(chunk.to(device.device()).eval())
+        # On the CPU everything is where it belongs, and tensors without content (a dry run) could not be moved.
+        chunks.append((chunk.to(device.device()) if device.has_cuda() else chunk).eval())
     return chunks
 
 

@@ -52,6 +52,8 @@ class Job(Generic[C_co]):
     dtype: torch.dtype
     own_layouts: Mapping[str, Layout] = field(default_factory=dict)
     """Of the models that have another one than ``sizes`` and ``groups``, by role."""
+    weights: bool = True
+    """False leaves the models' weights as they are built: a dry run reads none."""
 
     @property
     def dp_rank(self) -> int:
@@ -139,7 +141,7 @@ def load_model(
     will get attention masks is ``masked``, see `build_model`.
     """
     model, layout = job.models[role], job.layout_of(role)
-    loaded = init == "loaded"
+    loaded = init == "loaded" and job.weights
     bias = loaded and head == "value" and head_init != "fresh" and not is_megatron_folder(path) and has_value_bias(path)
     chunks = build_model(
         model,
@@ -154,6 +156,8 @@ def load_model(
         fp8=fp8_for(job.config, role, trained=trainable),
         kernels=job.config.precision.kernels,
     )
+    if not job.weights:
+        return list(chunks)
     if not loaded:
         draw_weights(
             chunks,
