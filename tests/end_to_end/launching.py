@@ -111,6 +111,11 @@ class Processes:
                 os.kill(member.pid, signal.SIGKILL)
         process.wait(30)
 
+    @staticmethod
+    def signal(pid: int, name: str) -> None:
+        """Send it to one process."""
+        os.kill(pid, signal.Signals[name])
+
     def wait_for(self, index: int, text: str, timeout: float) -> None:
         """Until one of them has said ``text``."""
         end = time.monotonic() + timeout
