@@ -70,6 +70,13 @@ _LOCAL_KERNELS = {
 }
 
 
+_OPTIONAL = (
+    ("transformer.attention", "SplitAlongDim"),
+    ("transformer.transformer_block", "get_cpu_offload_context"),
+)
+"""What Megatron takes from a Transformer Engine that imports, in local layers too, and does without where it is None."""
+
+
 def _as_it_is(function: Any = None, **options: Any) -> Any:
     """``torch.compile`` that compiles nothing, called or as a decorator, with options or without."""
     return _as_it_is if function is None else function
@@ -143,6 +150,8 @@ def install() -> None:
             setattr(owner, attribute, _with_cuda_type_names(function))
     torch.Tensor.cuda = _same_tensor  # type: ignore[method-assign, assignment]
     use_torch_optimizers()
+    for module_name, attribute in _OPTIONAL:
+        setattr(importlib.import_module(f"megatron.core.{module_name}"), attribute, None)
 
 
 def seed_rng_tracker(seed: int, tp_rank: int, *, pp_rank: int = 0, dp_rank: int = 0) -> None:

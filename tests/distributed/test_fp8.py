@@ -103,7 +103,7 @@ def test_loss_and_gradient_are_those_of_fp32_within_the_accuracy_of_fp8(alone: d
     assert (len(set(ours["losses"])) > 1) is (kind == "delayed"), "delayed scales move while weights rest"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.slow), "tp2sp", "pp2vpp2"])
 def test_layouts_agree_within_the_rounding_of_fp8(
     run_ranks: Any, path: Path, tmp_path: Path, alone: dict[str, Any], layout: str
 ) -> None:
@@ -154,7 +154,7 @@ def of_layers(path: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ends_and_heads_stay_out(run_ranks: Any, path: Path, world: int) -> None:
     ranks = run_ranks(of_layers, world, path)
     places = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -208,7 +208,7 @@ def tokens_of_products(path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_pass_has_tokens_in_multiples(run_ranks: Any, path: Path, world: int) -> None:
     for rank in run_ranks(tokens_of_products, world, path):
         assert rank["multiple"] == 16 * world
