@@ -74,7 +74,7 @@ _OPTIONAL = (
     ("transformer.attention", "SplitAlongDim"),
     ("transformer.transformer_block", "get_cpu_offload_context"),
 )
-"""What Megatron takes from a Transformer Engine that imports, in local layers too, and does without where it is None."""
+"""What Megatron takes from a Transformer Engine that imports, in local layers too; where it is None it does without."""
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:
