@@ -201,6 +201,9 @@ def _gather(optimizer: Any, wanted: tuple[str, ...]) -> Tensors:
 
 def _concatenate(shard: torch.Tensor, group: Any) -> torch.Tensor | None:
     """Equal shards in rank order, in memory of the CPU, on the first rank of the group; None on the others."""
+    if group.size() == 1:
+        # A buffer to receive it in would be one more fp32 copy of the model on the GPU.
+        return shard.cpu()
     first = group.rank() == 0
     parts = [torch.empty_like(shard) for _ in range(group.size())] if first else None
     dist.gather(shard, parts, dst=dist.get_global_rank(group, 0), group=group)

@@ -149,14 +149,17 @@ def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
 
 
 def _gather_buffers(job: Job, stages: dict[str, int]) -> int:
-    """A distributed optimizer's states are put together, one kind and one model at a time, on the first DP rank."""
+    """A distributed optimizer's states are put together, one kind and one model at a time, on the first DP rank.
+
+    That is this rank's part as one piece, and where there are several the parts of all.
+    """
     if not (job.distributed_optimizer and job.save_optimizer):
         return 0
     sizes = []
     for role in job.trained():
         count = role.stages[stages[role.name]].total
         share = role.sizes.data_parallel_size * role.sizes.context_parallel_size
-        sizes.append(4 * count + 4 * -(-count // share))
+        sizes.append(4 * -(-count // share) + (4 * count if share > 1 else 0))
     return max(sizes, default=0)
 
 

@@ -70,7 +70,7 @@ def test_json_holds_every_number_of_the_text() -> None:
 def test_what_does_not_fit_exits_with_3_and_names_changes() -> None:
     result = plan(EXAMPLE, "--gpus", "32", "--gpu-memory", "60GB")
     assert result.exit_code == 3
-    assert "DOES NOT FIT. The largest peak is 64.5" in result.output
+    assert "DOES NOT FIT. The largest peak is 56.0" in result.output
     assert "--gpus 64" in result.output
     # What is named is what the command then confirms.
     found = answer(EXAMPLE, "--gpus", "32", "--gpu-memory", "60GB", status=3)

@@ -434,6 +434,14 @@ def test_a_budget_of_tokens_makes_rows() -> None:
     assert (made.train.count, made.train.width) == (4, 2056)
 
 
+@pytest.mark.parametrize(("dp", "distributed", "expected"), [(1, False, 0), (1, True, 4.0), (4, True, 5.0)])
+def test_buffers_of_a_save(dp: int, distributed: bool, expected: float) -> None:
+    made = job(ParallelSizes(dp), distributed=distributed)
+    count = made.roles[0].stages[0].total
+    assert phases(made, {"actor": 0})["save"].buffers == pytest.approx(expected * count, abs=4)
+    assert phases(replace(made, save_optimizer=False), {"actor": 0})["save"].buffers == 0
+
+
 def test_checkpoint_bytes_by_hand() -> None:
     made = job()
     assert checkpoint_bytes(made) == 14 * made.roles[0].stages[0].total
