@@ -34,9 +34,11 @@ LAYERS = {
     "rollout": 4,
     "roles": 4,
     "trainer": 5,
+    "dryrun": 5,
     "report": 5,
     "cli": 6,
     "cli_plan": 6,
+    "cli_dryrun": 6,
     "__main__": 6,
 }
 MEGATRON = ("megatron", "transformer_engine", "apex")

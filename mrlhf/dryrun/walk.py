@@ -1,0 +1,437 @@
+"""One rank's part of a PPO iteration, walked with the run's own code on tensors without content."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.checkpoint.plan import SavedTensor, planned_tensors
+from mrlhf.checkpoint.training_state import Average, SavedModel
+from mrlhf.config_schema import PPOConfig
+from mrlhf.dryrun.fake import FakeWorld
+from mrlhf.dryrun.traffic import Message, Traffic, group_names
+from mrlhf.dryrun.world import fake_world, quiet
+from mrlhf.megatron.decode import layer_numbers
+from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.batches import gather_batch
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.micro_batches import Plan, make_plan
+from mrlhf.roles.model import Gradients, RoleModel, TrainedModel
+from mrlhf.rollout.engine import GenerationRequest
+from mrlhf.rollout.kv_cache import KVCache
+from mrlhf.trainer import ppo_job as jobs
+from mrlhf.trainer.ema import WeightAverage
+from mrlhf.trainer.experience import add_advantages, add_masks
+from mrlhf.trainer.job import Job, join
+from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
+from mrlhf.trainer.updates import prepare_minibatch
+from mrlhf.types import RolloutBatch, round_up
+
+ORDINARY, STOP = 1, 0
+"""Token ids: of prompts and responses; what ends a response."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of every prompt and of every response."""
+
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A role's stages on one rank.
+
+    Attributes:
+        shapes: of every parameter, by ``"{virtual stage}.{name}"``.
+        sharded: those of ``shapes`` that are one of TP parts; the others are the same on every tensor rank.
+        layers: their number.
+        weights: bytes.
+        gradients: bytes of the buffers.
+        optimizer: bytes of moments and fp32 copies.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    sharded: frozenset[str]
+    layers: int
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """All of the rank's."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    @property
+    def replicated(self) -> int:
+        """Those that every tensor rank holds."""
+        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if name not in self.sharded)
+
+
+@dataclass
+class Phase:
+    """What happens between two points of an iteration.
+
+    Attributes:
+        times: how often it does in an iteration.
+        messages: of one time.
+        peak: most bytes of tensors that live at once, weights and optimizer states included.
+        walked: micro-batches that were walked; the others are alike, and counted.
+        micro_batches: there are; 0 where a phase has none.
+    """
+
+    times: int = 1
+    messages: Counter[Message] = field(default_factory=Counter)
+    peak: int = 0
+    walked: int = 0
+    micro_batches: int = 0
+
+
+@dataclass
+class RankWalk:
+    """What one rank does.
+
+    Attributes:
+        rank: its number.
+        parts: by role.
+        phases: by name, in order; only ``build`` and ``save`` where the passes were left out.
+        kv_cache: bytes while the rollout lasts.
+        saved: tensors of a checkpoint.
+    """
+
+    rank: int
+    parts: dict[str, Part]
+    phases: dict[str, Phase]
+    kv_cache: int
+    saved: list[SavedTensor]
+
+    @property
+    def written(self) -> int:
+        """Bytes that this rank writes into a checkpoint."""
+        return sum(tensor.written for tensor in self.saved)
+
+
+def walk_rank(
+    config: PPOConfig,
+    models: Mapping[str, ModelConfig],
+    rank: int,
+    world_size: int,
+    lengths: Lengths,
+    *,
+    passes: bool = True,
+    every_micro_batch: bool = False,
+) -> RankWalk:
+    """Build ``rank``'s models and walk an iteration.
+
+    Args:
+        config: of the run; sizes have been checked.
+        models: architectures by role.
+        rank: whose part.
+        world_size: ranks of the run.
+        lengths: of all rows.
+        passes: False builds the models and plans the checkpoint, and leaves out what lies between.
+        every_micro_batch: walk all of them instead of a few from which the others follow.
+    """
+    # Building makes cycles that would keep tensors alive in the account.
+    gc.collect()
+    plain = without_fp8(config)
+    with fake_world(rank, world_size) as env, quiet():
+        job = replace(join(plain, dict(models), env), weights=False)
+        layouts = [job.groups, *(layout.groups for layout in job.own_layouts.values())]
+        stage_ranks = {r for groups in layouts for r in dist.get_process_group_ranks(groups.pp)}
+        names = {key: name for groups in reversed(layouts) for key, name in group_names(groups).items()}
+        world = FakeWorld(Traffic(names, stage_ranks))
+        with world:
+            return _Walk(job, world, config.precision.token_multiple, lengths, every_micro_batch).run(rank, passes)
+
+
+def without_fp8(config: PPOConfig) -> PPOConfig:
+    """The configuration with linear layers in the run's dtype: FP8 kernels need a GPU even to be asked for a shape."""
+    if config.precision.fp8 is None:
+        return config
+    precision = type(config.precision)(dtype=config.precision.dtype)
+    return config.model_copy(update={"precision": precision})
+
+
+class _Walk:
+    """The state of a walk."""
+
+    def __init__(
+        self, job: Job[PPOConfig], world: FakeWorld, multiple: int, lengths: Lengths, every_micro_batch: bool
+    ) -> None:
+        self.job, self.config, self.world, self.lengths = job, job.config, world, lengths
+        self.every = every_micro_batch
+        self.multiple = multiple
+        self.phases: dict[str, Phase] = {}
+        self.parts: dict[str, Part] = {}
+        self.kv_cache = 0
+
+    def run(self, rank: int, passes: bool) -> RankWalk:
+        """Everything in the order of the trainer."""
+        self._begin("build")
+        self.actor = self._build("actor", lambda: jobs.build_actor(self.job))
+        self.critic = None
+        if self.config.ppo.needs_critic:
+            self.critic = self._build("critic", lambda: jobs.build_critic(self.job))
+        self.reference = self._build("reference", lambda: jobs.build_reference(self.job))
+        self.rewards = [
+            self._build(f"reward{index}", partial(jobs.build_reward_model, self.job, index))
+            for index in range(len(self.config.reward_model_paths))
+        ]
+        decay = self.config.ppo.ema_decay
+        self.ema = WeightAverage(self.actor, decay) if decay is not None else None
+        self._end("build")
+        if passes:
+            self._roll_out()
+            self._train(self._infer())
+        saved = self._save()
+        return RankWalk(rank, self.parts, self.phases, self.kv_cache, saved)
+
+    def _build(self, role: str, build: Callable[[], Any]) -> Any:
+        before = self.world.live
+        model: RoleModel = build()
+        for chunk in model.chunks:
+            setattr(chunk, "token_multiple", self.multiple)  # noqa: B010
+        gc.collect()
+        named = {f"{i}.{name}": p for i, chunk in enumerate(model.chunks) for name, p in chunk.named_parameters()}
+        weights = sum(p.numel() * p.element_size() for p in named.values())
+        gradients = 0
+        if isinstance(model, TrainedModel):
+            buffers = {getattr(p, "main_grad").untyped_storage() for p in named.values()}  # noqa: B009
+            gradients = sum(storage.nbytes() for storage in buffers)
+        self.parts[role] = Part(
+            shapes={name: tuple(p.shape) for name, p in named.items()},
+            sharded=frozenset(name for name, p in named.items() if getattr(p, "tensor_model_parallel", False)),
+            layers=len(layer_numbers(model.chunks)),
+            weights=weights,
+            gradients=gradients,
+            optimizer=max(self.world.live - before - weights - gradients, 0) if gradients else 0,
+        )
+        return model
+
+    def _roll_out(self) -> None:
+        rollout, prompt, response = self.config.rollout, self.lengths.prompt, self.lengths.response
+        own = self.config.rows_per_iteration // self.job.dp_size
+        rows = min(own, rollout.batch_size)
+        batches = -(-own // rows)
+        engine = self.actor.engine(rollout.batch_size)
+        with torch.no_grad():
+            self.kv_cache = KVCache(
+                layer_numbers(self.actor.chunks),
+                rows,
+                max(prompt + response, engine.multiple),
+                engine.kv_heads,
+                engine.head_dim,
+                dtype=self.job.dtype,
+                device=engine.device,
+            ).bytes
+        requests = [GenerationRequest(number, [ORDINARY] * prompt, response) for number in range(rows)]
+        decodes = response > 1
+
+        def decode() -> None:
+            """The prompts are done."""
+            self._end("rollout/prefill", times=batches)
+            self._begin("rollout/decode")
+
+        self._begin("rollout/prefill")
+        self.world.answer_tokens(rows if decodes else 0, decode)
+        engine.generate(requests, sampling_params(self.config), stop_ids=[STOP], seed=self.config.seed, step=0)
+        if decodes:
+            self._end("rollout/decode", times=batches * (response - 1))
+        else:
+            self._end("rollout/prefill", times=batches)
+
+    def _rows(self) -> RolloutBatch:
+        count = self.config.rows_per_iteration // self.job.dp_size
+        prompt, response = [ORDINARY] * self.lengths.prompt, [ORDINARY] * self.lengths.response
+        multiple = self.job.pad_to_multiple * self.multiple
+        batch = RolloutBatch.from_sequences(
+            [prompt] * count, [response] * count, pad_id=STOP, pad_to_multiple=multiple, truncated=[True] * count
+        )
+        return add_masks(batch, self.config.semantics, self.lengths.response)
+
+    def _infer(self) -> RolloutBatch:
+        batch, temperature = self._rows(), self.config.rollout.temperature
+        asked: dict[str, Any] = {
+            "actor": lambda cut: self.actor.logprobs(batch, cut, temperature=temperature),
+            "reference": lambda cut: self.reference.logprobs(batch, cut, temperature=temperature),
+        }
+        if self.critic is not None:
+            asked["critic"] = lambda cut: self.critic.values(batch, cut)
+        for index, model in enumerate(self.rewards):
+            asked[f"reward{index}"] = lambda cut, model=model: model.scores(batch, cut)
+        found = {role: self._inferred(role, ask, batch.width) for role, ask in asked.items()}
+        scores = torch.zeros(batch.size)
+        for index in range(len(self.rewards)):
+            scores = scores + found[f"reward{index}"]
+        batch = batch.replace(
+            old_logprobs=found["actor"], ref_logprobs=found["reference"], values=found.get("critic"), scores=scores
+        )
+        self._begin("experience")
+        group = self.job.groups.dp
+        batch = gather_batch(add_advantages(batch, shaping_settings(self.config), group), group)
+        self._end("experience")
+        return batch
+
+    def _inferred(self, role: str, ask: Callable[[Any], torch.Tensor], width: int) -> torch.Tensor:
+        model, settings, result = self._model(role), self.config.inference, torch.zeros(0)
+
+        def once(limit: int | None) -> int:
+            """A pass over so many micro-batches; how many there are."""
+            nonlocal result
+            there = 0
+
+            def cut(rows: RolloutBatch) -> Plan:
+                """As the trainer cuts, the first of them."""
+                nonlocal there
+                plan = make_plan(rows, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
+                there = len(plan)
+                chosen = alike(plan)[:limit]
+                self._expect(model, len(chosen[0]) if chosen else 1, width)
+                return chosen
+
+            result = ask(cut)
+            return there
+
+        group = model.micro_batch_multiple
+        self._scaled(f"inference/{role}", once, (group, 2 * group), group=group)
+        return result
+
+    def _train(self, batch: RolloutBatch) -> None:
+        settings = update_settings(self.config)
+        steps = settings.epochs * -(-batch.size // settings.minibatch_size)
+        trained: list[TrainedModel] = [self.actor, *([self.critic] if self.critic is not None else [])]
+        rows = list(range(min(settings.minibatch_size, batch.size)))
+        made: dict[str, Gradients] = {}
+
+        def once(model: TrainedModel, mine: RolloutBatch, plan: Plan, denominator: float, limit: int | None) -> int:
+            """The gradient of so many micro-batches; how many there are."""
+            chosen = alike(plan)[:limit]
+            self._expect(model, len(chosen[0]), batch.width)
+            if isinstance(model, Critic):
+                clip, fixed = settings.value_clip, settings.policy.fixed_length
+                made[model.name] = model.value_gradients(mine, chosen, clip, denominator, fixed)
+            else:
+                made[model.name] = self.actor.policy_gradients(mine, chosen, settings.policy, denominator)
+            return len(plan)
+
+        for model in trained:
+            dp = model.groups.dp
+            mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=dp.rank(), dp_size=dp.size())
+            multiple = model.micro_batch_multiple
+            plan = make_plan(
+                mine, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens, multiple=multiple
+            )
+
+            # As many as a pipeline rank holds at once, so that the peak is that of the whole step.
+            stages = model.groups.pp.size()
+            sizes = (stages, 2 * stages) if multiple > 1 else (1, max(stages, 2))
+            walk = partial(once, model, mine, plan, denominator)
+            self._scaled(f"train/{model.name}", walk, sizes, group=multiple, times=steps)
+        for model in trained:
+            self._step(model, made[model.name], steps)
+
+    def _step(self, model: TrainedModel, gradients: Gradients, steps: int) -> None:
+        gc.collect()
+        before = self.world.live
+        self._begin(f"step/{model.name}")
+        model.apply(gradients)
+        if model is self.actor and self.ema is not None:
+            self.ema.update()
+        self._end(f"step/{model.name}", times=steps)
+        gc.collect()
+        part = self.parts[model.name]
+        self.parts[model.name] = replace(part, optimizer=part.optimizer + max(self.world.live - before, 0))
+
+    def _save(self) -> list[SavedTensor]:
+        self._begin("save")
+        trained = [self.actor, *([self.critic] if self.critic is not None else [])]
+        saved = {model.name: SavedModel(model.trainable, model.config) for model in trained}
+        averages = {"ema": Average("actor", self.ema.state_dict())} if self.ema is not None else {}
+        tensors = planned_tensors(saved, averages, optimizer=self.config.checkpoint.optimizer)
+        self._end("save")
+        return tensors
+
+    def _model(self, role: str) -> RoleModel:
+        if role.startswith("reward"):
+            reward: RoleModel = self.rewards[int(role.removeprefix("reward"))]
+            return reward
+        model: RoleModel = getattr(self, role)
+        return model
+
+    def _expect(self, model: RoleModel, rows: int, width: int) -> None:
+        """What a pass of ``rows`` rows receives from other stages."""
+        config: Any = model.chunks[0].config
+        groups = model.groups
+        parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+        self.world.hidden_shape = (width // parts, rows, config.hidden_size)
+
+    def _scaled(
+        self, name: str, once: Callable[[int | None], int], sizes: tuple[int, int], *, group: int = 1, times: int = 1
+    ) -> None:
+        """Walk ``once`` with two numbers of micro-batches, and count what all of them take.
+
+        Every micro-batch of equal rows adds the same messages, whatever their number, so two walks tell the share of
+        one; in VPP's schedule that holds for groups of PP micro-batches.
+        """
+        if self.every:
+            self._begin(name)
+            there = once(None)
+            self._end(name, times=times, walked=there, micro_batches=there)
+            return
+        self._begin(name)
+        there = once(sizes[0])
+        self._end(name, times=times, walked=min(sizes[0], there), micro_batches=there)
+        # Passes without gradient fill up their last group.
+        whole = round_up(there, group)
+        if whole <= sizes[0]:
+            return
+        few, small = self.phases.pop(name), min(sizes[1], whole)
+        self._begin(name)
+        once(small)
+        self._end(name, times=times, walked=small, micro_batches=there)
+        many = self.phases[name]
+        many.messages = scaled(few.messages, sizes[0], many.messages, small, whole)
+        many.peak = max(few.peak, many.peak)
+
+    def _begin(self, name: str) -> None:
+        self.world.traffic.phase = name
+        self.world.traffic.counts.pop(name, None)
+        self.world.reset_peak()
+
+    def _end(self, name: str, **values: Any) -> None:
+        messages = self.world.traffic.counts.pop(name, Counter())
+        self.phases[name] = Phase(messages=messages, peak=self.world.peak, **values)
+
+
+def alike(plan: Plan) -> Plan:
+    """The micro-batches with as many rows as the first: the last one may have fewer."""
+    return [rows for rows in plan if len(rows) == len(plan[0])]
+
+
+def scaled(
+    few: Mapping[Message, int], first: int, many: Mapping[Message, int], second: int, whole: int
+) -> Counter[Message]:
+    """Messages of ``whole`` micro-batches from those of ``first`` and of ``second``.
+
+    Raises:
+        ValueError: they do not grow by a whole number with every micro-batch.
+    """
+    found: Counter[Message] = Counter()
+    for message in {**few, **many}:
+        slope, rest = divmod((many.get(message, 0) - few.get(message, 0)) * (whole - second), second - first)
+        if rest:
+            raise ValueError(
+                f"{message} is not counted evenly by micro-batches: {few.get(message)}, {many.get(message)}"
+            )
+        found[message] = many.get(message, 0) + slope
+    return found
