@@ -48,7 +48,7 @@ class ParallelConfig(Section):
     virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
         None, description="virtual stages on each pipeline rank (VPP), needs PP of at least 2"
     )
-    context_parallel_size: PositiveInt = Field(1, description="ranks that share a sequence (CP); only 1 for now")
+    context_parallel_size: PositiveInt = Field(1, description="ranks that share a sequence (CP), in passes over whole rows")
     expert_model_parallel_size: PositiveInt = Field(1, description="ranks that share the experts (EP); only 1 for now")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence over TP; no effect at TP 1"
@@ -59,10 +59,13 @@ class ParallelConfig(Section):
     num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
         None, description="layers of the last stage, where they do not split evenly; null: as the others"
     )
+    recompute: bool = Field(
+        False, description="layers are computed again in backward passes, not kept: a third more work for less memory"
+    )
 
     def sizes(self, world_size: int) -> ParallelSizes:
         """The layout in a world of ``world_size`` ranks; nothing is checked here, see `mrlhf.planner.check_sizes`."""
-        return ParallelSizes(world_size=world_size, **self.model_dump())
+        return ParallelSizes(world_size=world_size, **self.model_dump(exclude={"recompute"}))
 
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]

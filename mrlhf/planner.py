@@ -83,11 +83,12 @@ class ParallelSizes:
 def token_multiple(sizes: ParallelSizes, tokens: int = 1) -> int:
     """What the width of rows is a multiple of, so that every rank gets a multiple of ``tokens`` of them.
 
-    Sequence parallelism divides the width over TP, context parallelism over CP. FP8 products take 16 tokens (MXFP8 32),
-    so that 16368 tokens become 16384 at TP 4, and 24 become 128 at TP 8.
+    Sequence parallelism divides the width over TP, context parallelism into 2 CP pieces. FP8 products take 16 tokens
+    (MXFP8 32), so that 16368 tokens become 16384 at TP 4, and 24 become 128 at TP 8.
     """
     tensor = sizes.tensor_model_parallel_size if sizes.sequence_parallel else 1
-    return tensor * sizes.context_parallel_size * tokens
+    context = sizes.context_parallel_size
+    return tensor * context * (tokens if context == 1 else math.lcm(tokens, 2))
 
 
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int, divisor: int = 128) -> int:
@@ -245,8 +246,6 @@ def _layout_problems(sizes: ParallelSizes) -> list[str]:
             f"VPP {sizes.virtual_stages} needs PP of at least 2, PP is {sizes.pipeline_model_parallel_size}; "
             "raise pipeline_model_parallel_size, or leave virtual_pipeline_model_parallel_size out"
         )
-    if sizes.context_parallel_size > 1:
-        problems.append(f"context_parallel_size {sizes.context_parallel_size} is not supported yet; set it to 1")
     if sizes.expert_model_parallel_size > 1:
         problems.append(
             f"expert_model_parallel_size {sizes.expert_model_parallel_size} is not supported yet; set it to 1"

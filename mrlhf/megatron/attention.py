@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mrlhf.megatron.context import gather_keys, hidden_keys, part_of_rank
+
 
 class SDPAttention(torch.nn.Module):
     """Causal attention by ``torch.nn.functional.scaled_dot_product_attention``, grouped queries included.
@@ -38,8 +40,7 @@ class SDPAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("SDPAttention does not support context_parallel_size > 1")
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
 
@@ -54,6 +55,8 @@ class SDPAttention(torch.nn.Module):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """Attend causally (in packed rows to the own document only), or as the mask says.
+
+        Under context parallelism ``s`` is this rank's part of the rows (`mrlhf.megatron.context`).
 
         Args:
             query: ``[s, b, heads / TP, head_dim]``; packed ``[t, heads / TP, head_dim]``.
@@ -70,13 +73,19 @@ class SDPAttention(torch.nn.Module):
             ``[s, b, heads / TP * head_dim]``; packed ``[t, heads / TP * head_dim]``.
 
         Raises:
-            ValueError: a bias, packed rows with a mask, or a packed format other than ``thd``.
+            ValueError: a bias, packed rows with a mask, a packed format other than ``thd``, or packed rows or a mask
+                under context parallelism.
         """
         if attention_bias is not None:
             raise ValueError("SDPAttention takes no attention bias")
         packed = packed_seq_params
         if packed is not None and (packed.qkv_format != "thd" or attention_mask is not None):
             raise ValueError("SDPAttention takes packed rows as thd and without a mask")
+        if self.cp_group is not None:
+            if packed is not None or attention_mask is not None:
+                raise ValueError("SDPAttention takes neither packed rows nor a mask under context parallelism")
+            attention_mask = hidden_keys(query.size(0), self.cp_group, query.device)[None, None]
+            key, value = gather_keys(key, self.cp_group), gather_keys(value, self.cp_group)
         if self.training and self.dropout > 0:
             with get_cuda_rng_tracker().fork():
                 return self._forward(query, key, value, self.dropout, attention_mask, packed)
@@ -206,6 +215,8 @@ class CachedSelfAttention(SelfAttention):
         """As Megatron's; with ``inference_context`` a `CacheContext`, ``hidden_states`` is ``[T (/ TP), 1, h]``."""
         context = kwargs.get("inference_context")
         if context is None:
+            if self.pg_collection.cp.size() > 1:
+                kwargs["rotary_pos_emb"] = self._own_part(kwargs.get("rotary_pos_emb"))
             return super().forward(hidden_states, attention_mask, **kwargs)
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)[:3]
         rotary = kwargs.get("rotary_pos_emb")
@@ -222,6 +233,13 @@ class CachedSelfAttention(SelfAttention):
         else:
             out = _prefill(query.squeeze(1), key.squeeze(1), value.squeeze(1), context, self.config.softmax_scale)
         return self.linear_proj(out.reshape(out.size(0), 1, -1))
+
+    def _own_part(self, rotary: Any) -> Any:
+        """The rotary table of this rank's slots, from that of whole rows."""
+        if rotary is None or isinstance(rotary, tuple):
+            return rotary and tuple(self._own_part(table) for table in rotary)
+        cp = self.pg_collection.cp
+        return rotary[part_of_rank(rotary.size(0), cp.rank(), cp.size(), rotary.device)]
 
 
 def _prefill(

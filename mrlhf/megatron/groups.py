@@ -46,6 +46,8 @@ def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None) -> Proc
 
     kinds: tuple[GroupKind, ...] = ("tp", "cp", "dp", "pp", "mp", "tp_cp", "dp_cp", "embd")
     groups = ProcessGroupCollection(**{kind: own(grid.groups(kind)) for kind in kinds})
+    # Not Megatron's: all ranks that have the same rows.
+    groups.replica = groups.mp if sizes.context_parallel_size == 1 else own(grid.groups("replica"))
     world = list(range(sizes.world_size))
     stage = sizes.world_size // sizes.pipeline_model_parallel_size
     groups.tp_dp_cp = own([world[start : start + stage] for start in range(0, len(world), stage)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -44,6 +44,11 @@ class LogprobRequest:
     wanted: torch.Tensor | None = None
     temperature: float = 1.0
     with_entropy: bool = False
+
+    def part(self, slots: torch.Tensor) -> LogprobRequest:
+        """The request for some of the slots."""
+        wanted = None if self.wanted is None else self.wanted[:, slots]
+        return replace(self, targets=self.targets[:, slots], wanted=wanted)
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,9 @@ def transformer_config(
     dropout: float = 0.0,
     initialize: bool = False,
     fp8: Fp8 | None = None,
+    recompute: bool = False,
 ) -> TransformerConfig:
-    """Megatron's configuration of ``model`` under ``sizes``.
+    """Megatron's configuration of ``model`` under ``sizes``; ``recompute`` as `build_model`.
 
     Dropout comes from the argument alone; what a checkpoint's configuration says is for its own pre-training. Emulated
     ``fp8`` is not in it: without Transformer Engine Megatron would pass over it, or stumble in recomputation.
@@ -162,6 +168,9 @@ def transformer_config(
         fp16=dtype is torch.float16,
         use_cpu_initialization=not cuda,
         perform_initialization=initialize,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
         # Every micro-batch may have its own width. Megatron ties this flag to a dispatcher even in dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -193,6 +202,7 @@ def build_model(
     value_bias: bool = False,
     masked: bool = False,
     fp8: Fp8 | None = None,
+    recompute: bool = False,
     kernels: Kernels = "auto",
 ) -> list[GPTModel]:
     """Build this rank's stages, on its device, in evaluation mode.
@@ -210,6 +220,7 @@ def build_model(
         value_bias: whether a value head has a bias.
         masked: whether the model will be given attention masks (see `mrlhf.megatron.spec.choose_parts`).
         fp8: of the linear layers; heads and embeddings stay in ``dtype``.
+        recompute: whether training passes keep the inputs of layers alone, and compute the rest again.
         kernels: see `mrlhf.megatron.spec.choose_parts`.
 
     Returns:
@@ -217,7 +228,9 @@ def build_model(
     """
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     virtual = sizes.virtual_pipeline_model_parallel_size
-    config = transformer_config(model, sizes, dtype=dtype, dropout=dropout, initialize=initialize, fp8=fp8)
+    config = transformer_config(
+        model, sizes, dtype=dtype, dropout=dropout, initialize=initialize, fp8=fp8, recompute=recompute
+    )
     chunks: list[GPTModel] = []
     for stage in range(virtual or 1):
         first = pp_rank == 0 and stage == 0
@@ -262,6 +275,8 @@ def _build_stage(
         pg_collection=groups,
         vp_stage=vp_stage,
     )
+    # The whole table: `CachedSelfAttention` takes its part of it under context parallelism, and all in generation.
+    stage.rotary_pos_emb.cp_group = None
     stage.rotary_pos_emb.inv_freq = inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling).to(
         device.device()
     )

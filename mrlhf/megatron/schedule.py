@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from mrlhf.megatron.context import part_of_rank, whole_rows
 from mrlhf.megatron.fp8 import token_multiple
 from mrlhf.megatron.packing import pack_rows
 
@@ -149,6 +150,8 @@ class _Caller(Generic[Batch]):
     ) -> None:
         if attention_mask is not None and lengths is not None:
             raise ValueError("packed rows take no attention mask")
+        if groups.cp.size() > 1 and (attention_mask is not None or lengths is not None):
+            raise ValueError("context parallelism takes neither packed rows nor an attention mask")
         self.groups = groups
         self.tokens, self.request = tokens, request
         self.attention_mask, self.lengths = attention_mask, lengths
@@ -158,6 +161,8 @@ class _Caller(Generic[Batch]):
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """The stage's output, and what makes rows of the head's."""
         tokens, request = self.tokens(batch), self.request(batch) if self.request else None
+        if self.groups.cp.size() > 1:
+            return self._in_parts(tokens, request, model)
         if self.lengths is None:
             positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
             mask = self.attention_mask(batch) if self.attention_mask else None
@@ -173,6 +178,22 @@ class _Caller(Generic[Batch]):
             packed_seq_params=packing.documents,
         )
         return output, packing.unpack
+
+    def _in_parts(
+        self, tokens: torch.Tensor, request: Any, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """This rank's part of every row; the head's output is put together again."""
+        cp = self.groups.cp
+        slots = part_of_rank(tokens.size(1), cp.rank(), cp.size(), tokens.device)
+        positions = slots.expand(tokens.size(0), -1)
+        output = model(tokens[:, slots], positions, None, labels=None if request is None else request.part(slots))
+
+        def unpack(part: torch.Tensor) -> torch.Tensor:
+            """Log-probs (with entropies) and values end with the slots; bare logits are ``[b, s, vocabulary]``."""
+            logits = request is None and part.dim() == 3
+            return whole_rows(part, 1 if logits else part.dim() - 1, cp)
+
+        return output, unpack
 
 
 def _run(

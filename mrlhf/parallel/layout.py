@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from mrlhf.errors import ConfigError
 from mrlhf.planner import ParallelSizes
 
-GroupKind = Literal["tp", "cp", "dp", "pp", "mp", "tp_cp", "dp_cp", "tp_dp_cp", "embd"]
+GroupKind = Literal["tp", "cp", "dp", "pp", "mp", "replica", "tp_cp", "dp_cp", "tp_dp_cp", "embd"]
 
 _MEMBERS: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -15,6 +15,7 @@ _MEMBERS: dict[str, tuple[str, ...]] = {
     "dp": ("dp",),
     "pp": ("pp",),
     "mp": ("tp", "pp"),
+    "replica": ("tp", "cp", "pp"),
     "tp_cp": ("tp", "cp"),
     "dp_cp": ("cp", "dp"),
     "tp_dp_cp": ("tp", "cp", "dp"),
@@ -66,8 +67,8 @@ class RankGrid:
     def groups(self, kind: GroupKind) -> list[list[int]]:
         """All groups of a kind, each in ascending rank order; every rank is in one group of each kind but ``embd``.
 
-        ``mp`` is tensor and pipeline ranks of one replica; ``embd`` holds the ranks with the word embedding and the
-        output layer (first and last stage).
+        ``mp`` is tensor and pipeline ranks; ``replica`` adds context ranks: all that have the same rows. ``embd`` holds
+        the ranks with the word embedding and the output layer (first and last stage).
         """
         if kind == "embd":
             return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.groups("pp")]

@@ -83,8 +83,8 @@ class RoleModel:
 
     @property
     def counts_metrics(self) -> bool:
-        """Whether this rank's metrics count: the last stage's tensor ranks hold the same ones, the first one counts."""
-        return self.is_last_stage and self.groups.tp.rank() == 0
+        """Whether this rank's metrics count: of the last stage's tensor and context ranks, which agree, the first."""
+        return self.is_last_stage and self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -376,7 +376,7 @@ class Checkpointer:
             groups = self.job.groups
             # Not the numbers of the start again.
             seed = (self.config.seed + 7919 * iteration) % 2**63
-            device.seed_rng_tracker(seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp.rank())
+            device.seed_rng_tracker(seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp_cp.rank())
         how = "" if loaded.same_layout else ", under another layout: the same up to rounding, dropout drawn anew"
         self.message(f"goes on after iteration {iteration} from {checkpoint.path}{how}")
         return iteration

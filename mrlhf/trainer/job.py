@@ -112,7 +112,7 @@ def join(config: C, models: dict[str, ModelConfig], env: LaunchEnv) -> Job[C]:
         env = initialize(env, config.launch.backend, timeout)
     sizes = config.parallel.sizes(env.world_size)
     groups = build_groups(sizes, timeout)
-    device.seed_rng_tracker(config.seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp.rank())
+    device.seed_rng_tracker(config.seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp_cp.rank())
     made, own = {sizes: groups}, {}
     for role in models:
         wanted = config.parallel_of(role).sizes(env.world_size)
@@ -154,6 +154,7 @@ def load_model(
         value_bias=bias,
         masked=masked,
         fp8=fp8_for(job.config, role, trained=trainable),
+        recompute=trainable and job.config.parallel_of(role).recompute,
         kernels=job.config.precision.kernels,
     )
     if not job.weights:

@@ -50,13 +50,25 @@ def check_job(config: SupervisedConfig, models: dict[str, ModelConfig]) -> Launc
         if longest is not None and longest > model.max_position_embeddings
     ]
     with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
+        masked = isinstance(config, RewardTrainingConfig) and config.reward.loss == "deepspeed_chat"
+        problems += _context_problems(config, masked)
         if problems:
             raise ConfigError(join_problems("these sizes cannot work together:", problems))
-    masked = isinstance(config, RewardTrainingConfig) and config.reward.loss == "deepspeed_chat"
     formats = precision_problems(config, models, env, trained=(MODEL,), masked=masked)
     if formats:
         raise ConfigError(join_problems("these number formats and kernels cannot be had:", formats))
     return env
+
+
+def _context_problems(config: SupervisedConfig, masked: bool) -> list[str]:
+    """What does not go together with context parallelism."""
+    size, found = config.parallel.context_parallel_size, []
+    if size > 1 and config.train.packing:
+        found.append(f"train.packing and context_parallel_size {size} exclude each other; set train.packing=false")
+    if size > 1 and masked:
+        found.append(f"reward.loss deepspeed_chat has attention masks, which context_parallel_size {size} cannot cut; "
+                     "set reward.loss=pairwise or context_parallel_size=1")  # fmt: skip
+    return found
 
 
 def read_start_model(config: SupervisedConfig) -> ModelConfig:

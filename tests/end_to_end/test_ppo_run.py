@@ -111,6 +111,7 @@ SLOW_LAYOUTS = {
     "dp2-tp2-sp": (4, [TP2, "parallel.sequence_parallel=true", "optimizer.distributed=true"]),
     "dp2-pp2-distributed": (4, [PP2, "ppo.micro_batch_size=1", "optimizer.distributed=true"]),
     "dp4": (4, ["ppo.micro_batch_size=1"]),
+    "cp2": (2, ["parallel.context_parallel_size=2"]),
 }
 
 

@@ -13,6 +13,7 @@ from mrlhf.trainer.recording import read_recording
 DATA = Path(__file__).parents[1] / "data"
 TP2, PP2 = "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"
 VPP2, SP = "virtual_pipeline_model_parallel_size=2", "sequence_parallel=true"
+CP2 = "context_parallel_size=2"
 DISTRIBUTED = "optimizer.distributed=true"
 
 
@@ -52,6 +53,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2-critic-dp2": (2, [TP2, "critic.parallel={}", DISTRIBUTED]),
     "dp2-critic-tp2-reward-pp2": (2, [f"critic.parallel={{{_own(TP2)}, {_own(SP)}}}", _reward(PP2)]),
     "tp2-pp2-critic-pp4-reward-dp4": (4, [TP2, PP2, "critic.parallel={pipeline_model_parallel_size: 4}", _reward("")]),
+    "cp2": (2, [CP2]),
+    "cp2-tp2-sp": (4, [CP2, TP2, SP]),
+    "cp2-pp2-distributed": (4, [CP2, PP2, DISTRIBUTED]),
+    "cp2-dp2-distributed": (4, [CP2, DISTRIBUTED]),
     "pp2-uneven": (2, [PP2, "num_layers_in_first_pipeline_stage=3"]),
 }
 
@@ -64,6 +69,7 @@ def _replay(folder: Path, overrides: list[str]) -> dict[str, tuple[float, float,
 # One layout of each kind for both recordings; the rest for one of them, or with the slow tests.
 QUICK = ("tp1", "tp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-critic-tp2-reward-pp2")
 LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed", "pp4", "dp2-pp2")
+LONGER += ("cp2-tp2-sp", "cp2-pp2-distributed", "cp2-dp2-distributed", "tp2-pp2-critic-pp4-reward-dp4")
 CASES = [
     pytest.param(name, layout, marks=[] if layout in quick else pytest.mark.slow)
     for name, quick in (("standard_trajectory", LAYOUTS.keys() - LONGER), ("ds_chat_trajectory", QUICK))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mrlhf.errors import ConfigError
 from mrlhf.model_config import ModelConfig
-from mrlhf.planner import ParallelSizes, check_sizes, layer_counts, padded_vocab_size, size_problems
+from mrlhf.planner import ParallelSizes, check_sizes, layer_counts, padded_vocab_size, size_problems, token_multiple
 
 TINY = ModelConfig(
     family="llama",
@@ -117,7 +117,10 @@ def test_virtual_stages_need_a_pipeline_and_full_rounds() -> None:
 
 
 def test_not_supported_yet() -> None:
-    assert "context_parallel_size 2" in only_problem(ParallelSizes(2, context_parallel_size=2))
+    assert size_problems(ParallelSizes(2, context_parallel_size=2), {}) == []
+    assert token_multiple(ParallelSizes(2, context_parallel_size=2)) == 4
+    assert token_multiple(ParallelSizes(6, 2, context_parallel_size=3, sequence_parallel=True)) == 12
+    assert token_multiple(ParallelSizes(2, context_parallel_size=2), 16) == 32
     assert "expert_model_parallel_size 2" in only_problem(ParallelSizes(2, expert_model_parallel_size=2))
 
 
