@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-sp": (2, (TP2, SP)),
     "tp2-sp-packed": (2, (TP2, SP, PACKED)),
     "pp2": (2, (PP2, "train.micro_batch_tokens=70")),
+    "cp2": (2, ("parallel.context_parallel_size=2",)),
     "dp2-packed": (2, (PACKED, "optimizer.distributed=true", "train.micro_batch_size=1")),
 }
 
