@@ -14,7 +14,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from mrlhf import __version__, cli_plan
+from mrlhf import __version__, cli_dryrun, cli_plan
 from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
 from mrlhf.config_inference import EvalConfig, GenerateConfig
 from mrlhf.config_preferences import DPOConfig, RewardTrainingConfig
@@ -221,6 +221,7 @@ def generate(
 
 
 app.command("plan", cls=_configured_by(PPOConfig))(_guarded(cli_plan.plan))
+app.command("dryrun", cls=_configured_by(PPOConfig))(_guarded(cli_dryrun.dryrun))
 
 
 @app.command()

@@ -1,0 +1,103 @@
+"""The command ``mrlhf dryrun``: its options."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from mrlhf.config import PPOConfig, check_run
+from mrlhf.errors import ConfigError
+from mrlhf.parallel.launch_env import detect_launch
+
+
+def dryrun(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file; all keys may also be key=value.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the run, one a GPU.")] = 1,
+    rank: Annotated[
+        str, typer.Option(metavar="R|R,R|all", help="Ranks to walk; those that are alike are walked once.")
+    ] = "0",
+    prompt_length: Annotated[int | None, typer.Option(min=1, help="Of every prompt; by default the longest.")] = None,
+    response_length: Annotated[
+        int | None, typer.Option(min=1, help="Of every response; by default the longest.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> int:
+    """Build ranks of a PPO run and walk one iteration, without GPUs, weights or memory.
+
+    The run's own code builds the stages of all models and passes tensors without content through them. Printed are
+    parameters, shapes between stages, every collective and message, memory, and what a checkpoint would hold.
+    """
+    if detect_launch(os.environ).world_size > 1:
+        raise ConfigError("mrlhf dryrun is one process, whatever --world-size is; start it without a launcher")
+    # The walk is that of the CPU build on every machine; nothing may land on a GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    loaded = _load(config, list(overrides or []))
+    from mrlhf.cli_plan import read_models
+
+    models = read_models(loaded)
+    check_run(loaded, world_size, models)
+    ranks = parse_ranks(rank, world_size)
+    from mrlhf.dryrun.report import as_values, print_report
+    from mrlhf.dryrun.run import Lengths, default_lengths, dry_run
+
+    longest = default_lengths(loaded, models)
+    lengths = Lengths(prompt_length or longest.prompt, response_length or longest.response)
+    _check_lengths(lengths.prompt + lengths.response, models)
+    groups = dry_run(loaded, models, world_size, ranks, lengths, told=lambda line: typer.echo(line, err=True))
+    answer = as_values(loaded, models, world_size, lengths, groups)
+    if as_json:
+        typer.echo(json.dumps(answer, indent=1))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        # Tables are for reading in full: without a terminal there is no width to keep to.
+        print_report(answer, groups, console if console.is_terminal else Console(width=180, highlight=False))
+    wrong = [
+        role
+        for role, counted in answer.get("models", {}).items()
+        if counted["parameters_of_all_ranks"] != counted["parameters_of_the_model"]
+    ]
+    return 3 if wrong else 0
+
+
+def parse_ranks(text: str, world_size: int) -> list[int]:
+    """``all``, or numbers with commas between.
+
+    Raises:
+        ConfigError: anything else, or a rank outside the world.
+    """
+    if text == "all":
+        return list(range(world_size))
+    ranks = []
+    for word in text.split(","):
+        if not word.strip().isdecimal() or int(word) >= world_size:
+            raise ConfigError(
+                f"--rank {text}: {word.strip()!r} is not a rank of --world-size {world_size}; give numbers from 0 to "
+                f"{world_size - 1} with commas between, or all"
+            )
+        ranks.append(int(word))
+    return ranks
+
+
+def _check_lengths(total: int, models: dict[str, Any]) -> None:
+    for role, model in models.items():
+        if total > model.max_position_embeddings:
+            raise ConfigError(
+                f"--prompt-length and --response-length make rows of {total} tokens, over the {role}'s length of "
+                f"{model.max_position_embeddings}"
+            )
+
+
+def _load(config: str, overrides: list[str]) -> PPOConfig:
+    from mrlhf.cli_plan import _load as load
+
+    loaded = load(config, overrides, PPOConfig)
+    assert isinstance(loaded, PPOConfig)
+    return loaded
