@@ -66,7 +66,7 @@ def precision_problems(
     if masked and not fp8.emulated:
         problems.append(
             "precision.fp8: a reward model trained with reward.loss=deepspeed_chat gets attention masks and has no "
-            "Transformer Engine layers; use reward.loss=pairwise, or precision.fp8_emulation=true"
+            "Transformer Engine layers; use reward.loss=bradley_terry, or precision.fp8_emulation=true"
         )
     for role, model in models.items():
         if fp8_for(config, role, trained=role in trained):
