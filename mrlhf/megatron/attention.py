@@ -8,6 +8,7 @@ writes a key-value cache; without one it is Megatron's own, unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -42,6 +43,9 @@ class SDPAttention(torch.nn.Module):
         super().__init__()
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # Under sequence parallelism all of a layer already draws from the tensor rank's own random numbers; forked
+        # once more, a recomputed layer would begin with other ones.
+        self.forks_rng = not config.sequence_parallel
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -86,10 +90,9 @@ class SDPAttention(torch.nn.Module):
                 raise ValueError("SDPAttention takes neither packed rows nor a mask under context parallelism")
             attention_mask = hidden_keys(query.size(0), self.cp_group, query.device)[None, None]
             key, value = gather_keys(key, self.cp_group), gather_keys(value, self.cp_group)
-        if self.training and self.dropout > 0:
-            with get_cuda_rng_tracker().fork():
-                return self._forward(query, key, value, self.dropout, attention_mask, packed)
-        return self._forward(query, key, value, 0.0, attention_mask, packed)
+        dropout = self.dropout if self.training else 0.0
+        with get_cuda_rng_tracker().fork() if dropout > 0 and self.forks_rng else nullcontext():
+            return self._forward(query, key, value, dropout, attention_mask, packed)
 
     def _forward(
         self,

@@ -137,9 +137,9 @@ def _training(
     residual = n * h * e // s
     one = layer_kept(job, role, rows)
     whole = stage.layers * one - role.fp8_layers(index) * (one - layer_kept(job, role, rows, fp8=True))
-    kept = chunks * (stage.layers * residual if job.recompute else whole) // virtual
+    kept = chunks * (stage.layers * residual if role.recompute else whole) // virtual
     working = backward_work(job, role, rows.tokens)
-    if job.recompute:
+    if role.recompute:
         working += one
     if role.sizes.pipeline_model_parallel_size > 1:
         working += 2 * residual

@@ -37,7 +37,7 @@ def forward(role: Role, stage: StageParameters, rows: Rows) -> float:
 
 def training(job: Job, role: Role, stage: StageParameters, rows: Rows) -> float:
     """Of forward and backward pass of a micro-batch."""
-    layers = layers_forward(role, stage, rows) * (4 if job.recompute else 3)
+    layers = layers_forward(role, stage, rows) * (4 if role.recompute else 3)
     head = head_forward(role, stage, rows)
     return layers + head * (4 if role.head == "lm" else 3)
 

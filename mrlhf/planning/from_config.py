@@ -101,6 +101,7 @@ def _role(config: RunConfig, name: str, model: ModelConfig, world_size: int, *, 
         average=average,
         fp8=precision.fp8_in("actor" if name == "model" else name, trained=trained) and not precision.fp8_emulation,
         bf16_ends=precision.fp8_first_last_layers_bf16,
+        recompute=trained and config.parallel_of(name).recompute,
     )
 
 

@@ -30,6 +30,7 @@ class Role:
         fp8: whether its linear layers compute in FP8.
         bf16_ends: layers at either end that do not.
         value_bias: whether its value head has a bias.
+        recompute: whether its layers are computed again in the backward pass instead of kept.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Role:
     fp8: bool = False
     bf16_ends: int = 0
     value_bias: bool = False
+    recompute: bool = False
 
     @cached_property
     def stages(self) -> list[StageParameters]:
@@ -123,7 +125,6 @@ class Job:
         inference_mean: the same at mean lengths.
         rollout: None where nothing is generated.
         entropy: whether the actor's head computes entropies in training.
-        recompute: whether layers are computed again in the backward pass instead of kept.
         row_slots: slots of a row as they are kept for a whole iteration.
         row_bytes: bytes kept for every slot of every row (token ids, masks, numbers per token).
         text_rows: rows of a language modelling step after each step of the actor; 0: none.
@@ -146,7 +147,6 @@ class Job:
     inference_mean: Rows | None = None
     rollout: Rollout | None = None
     entropy: bool = False
-    recompute: bool = False
     row_slots: int = 0
     row_bytes: int = 38
     text_rows: int = 0

@@ -63,7 +63,7 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
         "layout": {**asdict(job.sizes), "data_parallel_size": job.sizes.data_parallel_size},
         "precision": job.dtype,
         "distributed_optimizer": job.distributed_optimizer,
-        "recompute": job.recompute,
+        "recompute": any(role.recompute for role in job.roles),
         "batches": _batches(job),
         "hardware": asdict(hardware),
         "efficiency": asdict(efficiency),

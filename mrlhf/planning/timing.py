@@ -137,7 +137,7 @@ class Clock:
 
     def _training(self, role: Role, rows: Rows, minibatch: int) -> Seconds:
         count = math.ceil(math.ceil(minibatch / role.sizes.data_parallel_size) / rows.count)
-        factor = 4 if self.job.recompute else 3
+        factor = 4 if role.recompute else 3
         passes = []
         for index, stage in enumerate(role.stages):
             work = self._compute(role, index, flops.training(self.job, role, stage, rows))

@@ -52,7 +52,7 @@ def pass_traffic(job: Job, role: Role, index: int, rows: Rows, *, backward: bool
     count, calls = 0.0, 0.0
     if t > 1:
         # In all-gathers or reduce-scatters: 4 a layer and direction, and with sequence parallelism 2 more backwards.
-        passes = 1 + backward + (backward and job.recompute)
+        passes = 1 + backward + (backward and role.recompute)
         count = stage.layers * (4.0 * passes + (2 if split and backward else 0))
         calls = stage.layers * ((4.0 if split else 2.0) * passes + (2 if split and backward else 0))
         extra = _ends(stage, index, role, split=split, backward=backward)

@@ -90,7 +90,7 @@ def test_frozen(file: Path) -> None:
         ("ppo.lr=1", "did you mean optimizer.actor.lr or optimizer.critic.lr?"),
         ("tensor_model_parallel_size=2", "did you mean parallel.tensor_model_parallel_size?"),
         ("reward.sources[1].weigth=1", "reward.sources[1].weigth: unknown key; did you mean reward.sources[1].weight?"),
-        ("parallel.xyz=1", "the keys here are tensor_model_parallel_size"),
+        ("parallel.zzzzzzzzzzzz=1", "the keys here are tensor_model_parallel_size"),
     ],
 )
 def test_unknown_keys_name_the_nearest(file: Path, override: str, suggestion: str) -> None:

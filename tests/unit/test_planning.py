@@ -76,9 +76,10 @@ def job(
     head: str = "lm",
     dtype: str = "bf16",
     distributed: bool = False,
+    recompute: bool = False,
     **options: object,
 ) -> Job:
-    role = Role("actor", model, sizes, head, trained=True)  # type: ignore[arg-type]
+    role = Role("actor", model, sizes, head, trained=True, recompute=recompute)  # type: ignore[arg-type]
     rows = Rows(2, 10, 4)
     values = {"rows": 8, "minibatch": 8, "epochs": 1, "train": rows, "train_mean": rows, **options}
     return Job("ppo", (role,), dtype, distributed, **values)  # type: ignore[arg-type]
@@ -237,7 +238,7 @@ def test_flops_by_hand() -> None:
     head = 2 * 8 * 100 * 2 * 4
     assert flops.forward(role, stage, rows) == layers + head
     assert flops.training(job(), role, stage, rows) == 3 * layers + 4 * head
-    assert flops.training(job(recompute=True), role, stage, rows) == 4 * layers + 4 * head
+    assert flops.training(job(), replace(role, recompute=True), stage, rows) == 4 * layers + 4 * head
     value = replace(role, head="value")
     assert flops.forward(value, value.stages[0], rows) == layers + 2 * 8 * 20
 
