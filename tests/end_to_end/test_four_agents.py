@@ -94,3 +94,19 @@ def test_a_node_that_comes_back_joins_a_job_that_goes_on(tiny_job: TinyJob, tmp_
     assert "stopped, since another rank ended" in "".join(said)
     rows = read_lines(output / "metrics.jsonl")
     assert len(rows) == 6
+
+
+@pytest.mark.slow
+def test_one_worker_per_node_is_refused_on_all_nodes(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """Within seconds: nobody waits for ranks that were never started."""
+    sizes = layout(tp=2, pp=4)
+    command, environment = node(tiny_job, *sizes, f"trainer.output_dir={tmp_path}/out")
+    environment["CUDA_VISIBLE_DEVICES"] = "0,1"
+    begun = time.monotonic()
+    with Processes([command] * NODES, [environment] * NODES) as nodes:
+        assert all(nodes.wait(120))
+        said = "".join(nodes.outputs())
+    assert time.monotonic() - begun < 120
+    assert "\nerror: these sizes cannot work together:" in f"\n{said}"
+    assert "torchrun started 1 process on this node, 4 in all, the layout needs 8; 2 GPUs are visible here" in said
+    assert "give torchrun --nproc-per-node 2 (or export PET_NPROC_PER_NODE)" in said

@@ -277,6 +277,8 @@ def test_without_a_launcher_that_kills_every_rank_still_ends(job: Path, mode: st
         assert second[-1] == "[rank 1] ValueError: the real cause"
         assert any("[rank 1] Traceback" in line for line in second)
         assert first[-1].startswith("[rank 0] stopped, since another rank ended: ")
+        assert "rank 1 on node " in first[-1]
+        assert "(ValueError: the real cause) gave no sign of life for 2 s; " in first[-1]
         assert not any("Traceback" in line for line in first)
     else:
         assert [rank.returncode for rank in ranks] == [2, 2]

@@ -27,19 +27,20 @@ def pulses(store: dist.TCPStore) -> Iterator[list[Pulse]]:
         pulse.leave()
 
 
-def test_only_the_rank_that_stands_still_has_gone(pulses: list[Pulse]) -> None:
+def test_only_the_rank_that_stands_still_has_gone(pulses: list[Pulse], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrlhf.parallel.pulse.INTERVAL_SECONDS", 0.1)
     first, second, third = pulses
     for living in (first, second):
         living.start()
     begun = time.monotonic()
-    said = second.gone(2.5)
-    assert 2.5 <= time.monotonic() - begun < 6
-    assert said == f"rank 2 on node {HOST} gave no sign of life for 2.5 s"
+    said = second.gone(1.0)
+    assert 1 <= time.monotonic() - begun < 6
+    assert said == f"rank 2 on node {HOST} gave no sign of life for 1 s"
     third.tell("ValueError: the real cause")
-    assert f"rank 2 on node {HOST} (ValueError: the real cause) gave no sign" in first.gone(2.5)
+    assert f"rank 2 on node {HOST} (ValueError: the real cause) gave no sign" in first.gone(1.0)
     third.leave()
     assert first.signs()[2] == Sign(HOST, None)
-    assert first.gone(2.5) == ""
+    assert first.gone(1.0) == ""
 
 
 def test_a_store_that_has_gone_names_its_node(store: dist.TCPStore) -> None:
