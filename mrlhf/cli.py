@@ -21,7 +21,8 @@ from mrlhf.config_preferences import DPOConfig, RewardTrainingConfig
 from mrlhf.config_sections import RunConfig
 from mrlhf.config_supervised import SFTConfig
 from mrlhf.errors import MrlhfError
-from mrlhf.parallel.launch import detect_launch, run_guarded
+from mrlhf.parallel.launch import run_guarded
+from mrlhf.parallel.launch_env import detect_launch, explained
 
 app = typer.Typer(
     name="mrlhf",
@@ -345,7 +346,9 @@ def _run(schema: type[C], module: str, config: str, overrides: list[str] | None,
     if print_config:
         _print_on_first_rank(to_yaml(loaded))
         return None
-    check_files(loaded)
+    # Whoever has forgotten an option of the launcher reads it with the first thing that is wrong.
+    with explained(detect_launch(os.environ), loaded.parallel.sizes(1).model_parallel_size):
+        check_files(loaded)
     status: int | None = importlib.import_module(module).run(loaded)
     return status
 

@@ -108,6 +108,22 @@ def test_refusals(environment: dict[str, str], message: str) -> None:
     assert message in done.stderr
 
 
+def test_the_70b_run_without_a_launcher_says_how_to_start_it(tmp_path: Path) -> None:
+    """For real, with the configuration beside the script; the option comes with the first thing that is wrong."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), f"data.prompts={tmp_path}/none.jsonl"],
+        env=clean_environment(CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"),
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"data.prompts: {tmp_path}/none.jsonl is not a file" in done.stderr
+    assert "the layout needs 32; 8 GPUs are visible here: start it with torchrun --nproc-per-node 8" in done.stderr
+
+
 def test_mpirun() -> None:
     pytest.importorskip("mpi4py")
     script = EXAMPLES / "mpi" / "run_ppo.sh"
