@@ -65,6 +65,9 @@ def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False) -> int:
     attention = n * (2 * query + both + both // 2) * e // t
     attention += n * query * linear // t + 4 * n * model.num_attention_heads // t
     attention += 4 * _local(role, rows.width) * model.head_dim * e
+    if role.sizes.context_parallel_size > 1 and not job.transformer_engine:
+        # Keys and values of whole rows, gathered; Transformer Engine passes them around instead.
+        attention += rows.tokens * both * e // t
     mlp = n * ffn * (2 if gated else 1) * e // t + n * ffn * linear // t
     if gated and not job.cuda:
         mlp += 2 * n * ffn * e // t

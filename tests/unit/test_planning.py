@@ -192,6 +192,19 @@ def test_kept_activations_of_a_layer_by_hand() -> None:
     assert activations.layer_kept(whole, whole.roles[0], rows) == norms + (attention + mlp - table) // 2 + table
 
 
+def test_context_parallel_ranks_keep_their_part_and_all_keys() -> None:
+    alone, shared = job(), job(ParallelSizes(2, context_parallel_size=2))
+    rows = Rows(2, 12, 4)
+    one = activations.layer_kept(alone, alone.roles[0], rows)
+    assert activations.layer_kept(shared, shared.roles[0], rows) * 2 == one
+    one = activations.layer_kept(replace(alone, cuda=False), alone.roles[0], rows)
+    gathered = 24 * 2 * 4 * 2
+    assert activations.layer_kept(replace(shared, cuda=False), shared.roles[0], rows) == one // 2 + gathered
+    assert flops.forward(shared.roles[0], shared.roles[0].stages[0], rows) * 2 == flops.forward(
+        alone.roles[0], alone.roles[0].stages[0], rows
+    )
+
+
 @pytest.mark.parametrize(
     ("pp", "vpp", "stage", "count", "expected"),
     [
