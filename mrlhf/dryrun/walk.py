@@ -193,7 +193,11 @@ class _Walk:
         for index in range(len(self.rewards)):
             scores = scores + found[f"reward{index}"]
         batch = batch.replace(
-            old_logprobs=found["actor"], ref_logprobs=found["reference"], values=found.get("critic"), scores=scores
+            old_logprobs=found["actor"],
+            ref_logprobs=found["reference"],
+            values=found.get("critic"),
+            scores=scores,
+            raw_scores=scores,
         )
         self._begin("experience")
         group = self.job.groups.dp
