@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mrlhf.errors import ConfigError
 from mrlhf.megatron import device, spec
 from mrlhf.megatron.attention import CachedSelfAttention, SDPAttention
+from mrlhf.megatron.fp8 import Fp8
 from mrlhf.megatron.norms import TorchNorm
 from mrlhf.megatron.spec import Parts, choose_parts
 
@@ -125,3 +127,33 @@ def test_local_layers_of_a_stage(normalization: str) -> None:
 def test_a_model_that_gets_attention_masks_has_no_transformer_engine() -> None:
     parts = choose_parts(cuda=True, transformer_engine=True, apex=False, half=True, masked=True)
     assert (parts.layers, parts.attention) == ("local", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ({}, None),
+        ({"cuda": False}, "there is no CUDA here"),
+        ({"transformer_engine": False}, "there is no Transformer Engine here"),
+        ({"half": False}, "needs precision.dtype bf16 or fp16"),
+        ({"masked": True}, "a reward model with attention masks"),
+    ],
+)
+def test_transformer_engine_by_force(missing: dict[str, bool], message: str | None) -> None:
+    found = {"cuda": True, "transformer_engine": True, "apex": False, "half": True, "masked": False, **missing}
+    if message is None:
+        assert choose_parts(**found, kernels="te") == TE  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError, match=f"precision.kernels=te.*{message}"):
+        choose_parts(**found, kernels="te")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
+def test_a_layer_in_fp8_needs_transformer_engine_or_emulation() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, params_dtype=torch.bfloat16, bf16=True
+    )
+    with pytest.raises(ConfigError, match="needs Transformer Engine's layers, and this model has local ones"):
+        spec.block_spec(config, 0, None, fp8=Fp8("hybrid"))
