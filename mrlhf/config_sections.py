@@ -48,7 +48,9 @@ class ParallelConfig(Section):
     virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
         None, description="virtual stages on each pipeline rank (VPP), needs PP of at least 2"
     )
-    context_parallel_size: PositiveInt = Field(1, description="ranks that share a sequence (CP), in passes over whole rows")
+    context_parallel_size: PositiveInt = Field(
+        1, description="ranks that share a sequence (CP), in passes over whole rows"
+    )
     expert_model_parallel_size: PositiveInt = Field(1, description="ranks that share the experts (EP); only 1 for now")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence over TP; no effect at TP 1"
@@ -160,8 +162,8 @@ class PrecisionConfig(Section):
             return problems
         if recipe in ("blockwise", "mxfp8"):
             problems.append(
-                f"fp8_emulation knows the recipes tensorwise and delayed, not {recipe}; choose one of them, or run on a "
-                "GPU without fp8_emulation"
+                f"fp8_emulation knows the recipes tensorwise and delayed, not {recipe}; choose one of them, or run on "
+                "a GPU without fp8_emulation"
             )
         if self.kernels == "te":
             problems.append("fp8_emulation is in the local layers; set kernels=auto, or fp8_emulation=false")
