@@ -6,7 +6,7 @@ and stay real, so that the run's own code can read them. `FakeWorld` is a dispat
 is patched.
 
 Where code asks a fake tensor for a value, the answer is that of a run in which all is well: floating-point numbers are
-1, every gradient is non-zero, and no other condition holds (nothing is NaN, infinite, tied or left over).
+1 (whole ones 0), every gradient is non-zero, and no other condition holds: nothing is NaN, infinite, tied or left over.
 """
 
 from __future__ import annotations
@@ -60,20 +60,16 @@ class FakeWorld(TorchDispatchMode):
         self.traffic = traffic
         self.live = self.peak = 0
         self.hidden_shape: Sequence[int] | None = None
-        self._ordinary = 0
-        self._then: Callable[[], None] | None = None
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def reset_peak(self) -> None:
         """Begin a phase."""
         self.peak = self.live
 
-    def answer_tokens(self, ordinary: int, then: Callable[[], None]) -> None:
-        """The next ``ordinary`` token ids that are sampled are 1, all others 0; ``then`` is called between them."""
-        self._ordinary, self._then = ordinary, then
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation."""
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._communicate(func, args)
@@ -111,9 +107,6 @@ class FakeWorld(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if name == "recv_":
             self._receive(args[0][0])
-        elif name == "broadcast_":
-            for tensor in args[0]:
-                self._hear(tensor)
         elif name == "allgather_":
             for outputs, given in zip(args[0], args[1], strict=True):
                 for output in outputs:
@@ -126,18 +119,6 @@ class FakeWorld(TorchDispatchMode):
         if tensor.dtype is torch.int64 and tensor.numel() == 3 and not isinstance(tensor, FakeTensor):
             assert self.hidden_shape is not None, "a pipeline stage received a shape outside a pass"
             tensor.copy_(torch.tensor(self.hidden_shape))
-
-    def _hear(self, tensor: torch.Tensor) -> None:
-        # Sampled tokens come from the last stage.
-        if tensor.dtype is torch.int64 and not isinstance(tensor, FakeTensor):
-            for place in range(tensor.numel()):
-                tensor.view(-1)[place] = self._token()
-
-    def _token(self) -> int:
-        self._ordinary -= 1
-        if self._ordinary == 0 and self._then is not None:
-            self._then()
-        return 1 if self._ordinary >= 0 else 0
 
     def _watch(self, result: Any) -> None:
         for tensor in (result,) if isinstance(result, FakeTensor) else tree_iter(result):
@@ -158,7 +139,7 @@ class FakeWorld(TorchDispatchMode):
         tensor = args[0]
         if tensor.dtype is torch.bool:
             return _is_true(tensor)
-        return 1.0 if tensor.dtype.is_floating_point else self._token()
+        return 1.0 if tensor.dtype.is_floating_point else 0
 
     def _nonzero(self, args: Any) -> Any:
         tensor = args[0]

@@ -79,8 +79,10 @@ def dry_run(
             walked[passes] = walk
         else:
             # What Adam holds was not made without a step; the other rank's shards are as large.
-            parts = {role: replace(part, optimizer=known.parts[role].optimizer) for role, part in walk.parts.items()}
-            walk = replace(walk, parts=parts, phases={**known.phases, **walk.phases}, kv_cache=known.kv_cache)
+            own = {role: replace(part, optimizer=known.parts[role].optimizer) for role, part in walk.parts.items()}
+            walk = replace(
+                walk, parts={**known.parts, **own}, phases={**known.phases, **walk.phases}, kv_cache=known.kv_cache
+            )
         found.append(Alike(tuple(members), walk, first if known is None else known.rank))
     return found
 

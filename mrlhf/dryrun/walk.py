@@ -22,10 +22,11 @@ from mrlhf.dryrun.world import fake_world, quiet
 from mrlhf.megatron.decode import layer_numbers
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.batches import gather_batch
+from mrlhf.planning.from_config import head_of
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import Plan, make_plan
 from mrlhf.roles.model import Gradients, RoleModel, TrainedModel
-from mrlhf.rollout.engine import GenerationRequest
+from mrlhf.rollout.engine import PREFILL_TOKENS, GenerationRequest, _Batch
 from mrlhf.rollout.kv_cache import KVCache
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.ema import WeightAverage
@@ -57,7 +58,7 @@ def walk_rank(
         rank: whose part.
         world_size: ranks of the run.
         lengths: of all rows.
-        passes: False builds the models and plans the checkpoint, and leaves out what lies between.
+        passes: False builds the trained models and plans the checkpoint, and leaves out all else.
         every_micro_batch: walk all of them instead of a few from which the others follow.
     """
     # Building makes cycles that would keep tensors alive in the account.
@@ -101,11 +102,8 @@ class _Walk:
         self.critic = None
         if self.config.ppo.needs_critic:
             self.critic = self._build("critic", lambda: jobs.build_critic(self.job))
-        self.reference = self._build("reference", lambda: jobs.build_reference(self.job))
-        self.rewards = [
-            self._build(f"reward{index}", partial(jobs.build_reward_model, self.job, index))
-            for index in range(len(self.config.reward_model_paths))
-        ]
+        if passes:
+            self._build_frozen()
         decay = self.config.ppo.ema_decay
         self.ema = WeightAverage(self.actor, decay) if decay is not None else None
         self._end("build")
@@ -114,6 +112,13 @@ class _Walk:
             self._train(self._infer())
         saved = self._save()
         return RankWalk(rank, self.parts, self.phases, self.kv_cache, saved)
+
+    def _build_frozen(self) -> None:
+        self.reference = self._build("reference", lambda: jobs.build_reference(self.job))
+        self.rewards = [
+            self._build(f"reward{index}", partial(jobs.build_reward_model, self.job, index))
+            for index in range(len(self.config.reward_model_paths))
+        ]
 
     def _build(self, role: str, build: Callable[[], Any]) -> Any:
         before = self.world.live
@@ -138,13 +143,21 @@ class _Walk:
         return model
 
     def _roll_out(self) -> None:
+        """The first batch of rows: each kind of prefill once, and one decoding step."""
         rollout, prompt, response = self.config.rollout, self.lengths.prompt, self.lengths.response
         own = self.config.rows_per_iteration // self.job.dp_size
         rows = min(own, rollout.batch_size)
         batches = -(-own // rows)
         engine = self.actor.engine(rollout.batch_size)
+        requests = [GenerationRequest(number, [ORDINARY] * prompt, response) for number in range(rows)]
+        batch, sampling = _Batch(requests, frozenset([STOP]), engine.device), sampling_params(self.config)
+
+        def choose(logits: torch.Tensor | None, members: list[int]) -> None:
+            """Sample, as the engine does."""
+            engine._choose(logits, batch, members, sampling, self.config.seed, 0)
+
         with torch.no_grad():
-            self.kv_cache = KVCache(
+            cache = KVCache(
                 layer_numbers(self.actor.chunks),
                 rows,
                 max(prompt + response, engine.multiple),
@@ -152,22 +165,27 @@ class _Walk:
                 engine.head_dim,
                 dtype=self.job.dtype,
                 device=engine.device,
-            ).bytes
-        requests = [GenerationRequest(number, [ORDINARY] * prompt, response) for number in range(rows)]
-        decodes = response > 1
-
-        def decode() -> None:
-            """The prompts are done."""
-            self._end("rollout/prefill", times=batches)
-            self._begin("rollout/decode")
-
-        self._begin("rollout/prefill")
-        self.world.answer_tokens(rows if decodes else 0, decode)
-        engine.generate(requests, sampling_params(self.config), stop_ids=[STOP], seed=self.config.seed, step=0)
-        if decodes:
-            self._end("rollout/decode", times=batches * (response - 1))
-        else:
-            self._end("rollout/prefill", times=batches)
+            )
+            self.kv_cache = cache.bytes
+            # Prompts are alike, and so are groups of as many of them.
+            groups = list(batch.prefill_groups(PREFILL_TOKENS))
+            kinds = Counter(len(group) for group in groups)
+            prefill = Phase(times=batches)
+            for members in {len(group): group for group in groups}.values():
+                self._begin("rollout/prefill")
+                choose(engine._prefill(cache, batch, members), members)
+                self._end("rollout/prefill")
+                once = self.phases["rollout/prefill"]
+                for message, count in once.messages.items():
+                    prefill.messages[message] += count * kinds[len(members)]
+                prefill.peak = max(prefill.peak, once.peak)
+            self.phases["rollout/prefill"] = prefill
+            if response > 1:
+                every = list(range(rows))
+                batch.append(every, [ORDINARY] * rows)
+                self._begin("rollout/decode")
+                choose(engine._decode(cache, batch, every), every)
+                self._end("rollout/decode", times=batches * (response - 1))
 
     def _rows(self) -> RolloutBatch:
         count = self.config.rows_per_iteration // self.job.dp_size
@@ -188,10 +206,16 @@ class _Walk:
             asked["critic"] = lambda cut: self.critic.values(batch, cut)
         for index, model in enumerate(self.rewards):
             asked[f"reward{index}"] = lambda cut, model=model: model.scores(batch, cut)
-        found = {role: self._inferred(role, ask, batch.width) for role, ask in asked.items()}
+        found: dict[str, torch.Tensor] = {}
         scores = torch.zeros(batch.size)
-        for index in range(len(self.rewards)):
-            scores = scores + found[f"reward{index}"]
+        for role, ask in asked.items():
+            twin = next((other for other in found if self._twins(role, other)), None)
+            if twin is None:
+                found[role] = self._inferred(role, ask, batch.width)
+            else:
+                # The same passes through a model of the same kind.
+                self.phases[f"inference/{role}"] = self.phases[f"inference/{twin}"]
+                found[role] = torch.zeros_like(scores if role.startswith("reward") else found[twin])
         batch = batch.replace(
             old_logprobs=found["actor"],
             ref_logprobs=found["reference"],
@@ -204,6 +228,12 @@ class _Walk:
         batch = gather_batch(add_advantages(batch, shaping_settings(self.config), group), group)
         self._end("experience")
         return batch
+
+    def _twins(self, role: str, other: str) -> bool:
+        """Whether two models have the same architecture, head and layout."""
+        models, config = self.job.models, self.config
+        same = models[role] == models[other] and head_of(config, role) == head_of(config, other)
+        return same and self.job.layout_of(role).sizes == self.job.layout_of(other).sizes
 
     def _inferred(self, role: str, ask: Callable[[Any], torch.Tensor], width: int) -> torch.Tensor:
         model, settings, result = self._model(role), self.config.inference, torch.zeros(0)
@@ -256,8 +286,8 @@ class _Walk:
             )
 
             # As many as a pipeline rank holds at once, so that the peak is that of the whole step.
-            stages = model.groups.pp.size()
-            sizes = (stages, 2 * stages) if multiple > 1 else (1, max(stages, 2))
+            stages, stage = model.groups.pp.size(), model.groups.pp.rank()
+            sizes = (stages, 2 * stages) if multiple > 1 else (1, max(stages - stage, 2))
             walk = partial(once, model, mine, plan, denominator)
             self._scaled(f"train/{model.name}", walk, sizes, group=multiple, times=steps)
         for model in trained:
