@@ -303,8 +303,9 @@ def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
         sections = _section_types(field.annotation)
         if len(sections) == 1:
             if field.default is None:
-                # A section that may be left out has a meaning of its own then.
+                # Its keys are those of another section, which the description names.
                 yield Option(full, "section or null", "null", field.description or "")
+                continue
             yield from _options(sections[0], f"{full}.")
             continue
         yield Option(full, _type_name(field.annotation), _default_text(field), field.description or "")

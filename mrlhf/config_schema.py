@@ -47,7 +47,7 @@ class CriticConfig(Section):
     head: Literal["auto", "loaded", "fresh"] = Field(
         "auto", description="value head: the checkpoint's, a new one, or auto: the checkpoint's where it has one"
     )
-    parallel: ParallelConfig | None = Field(None, description="layout of its own on the same ranks; null: parallel")
+    parallel: ParallelConfig | None = Field(None, description="own layout on the same ranks, keys as of parallel; null: parallel")
 
 
 class ReferenceConfig(Section):
@@ -61,7 +61,7 @@ class RewardModelSource(Section):
 
     kind: Literal["model"] = Field("model", description="a reward model")
     path: str = Field(description="Hugging Face folder of a one-label sequence classifier")
-    parallel: ParallelConfig | None = Field(None, description="layout of its own on the same ranks; null: parallel")
+    parallel: ParallelConfig | None = Field(None, description="own layout on the same ranks, keys as of parallel; null: parallel")
     weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
 
 
@@ -232,7 +232,7 @@ class PPOConfig(RunConfig):
             return self.critic.parallel or self.parallel
         if role.startswith("reward"):
             models = [source for source in self.reward.sources if isinstance(source, RewardModelSource)]
-            return models[int(role.removeprefix("reward"))].parallel or self.parallel
+            return models[int(role.removeprefix("reward") or 0)].parallel or self.parallel
         return self.parallel
 
     @property

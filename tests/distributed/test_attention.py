@@ -74,8 +74,10 @@ def test_what_it_cannot_do_is_refused() -> None:
     inputs = tensors(3, 1, 4, 4, 8, torch.float32)
     with pytest.raises(ValueError, match="no attention bias"):
         attention()(*inputs, attention_bias=torch.zeros(1))
-    with pytest.raises(ValueError, match="context_parallel_size > 1"):
-        attention(context_parallel_size=2)
+    divided = attention()
+    divided.cp_group = "a group"
+    with pytest.raises(ValueError, match="neither packed rows nor a mask under context parallelism"):
+        divided(*inputs, attention_mask=torch.zeros(1, 1, 3, 3, dtype=torch.bool))
 
 
 PROMPTS = [[5, 9, 11], [7, 8, 30, 41, 66, 3, 12, 90], [50]]
