@@ -47,7 +47,9 @@ class CriticConfig(Section):
     head: Literal["auto", "loaded", "fresh"] = Field(
         "auto", description="value head: the checkpoint's, a new one, or auto: the checkpoint's where it has one"
     )
-    parallel: ParallelConfig | None = Field(None, description="own layout on the same ranks, keys as of parallel; null: parallel")
+    parallel: ParallelConfig | None = Field(
+        None, description="own layout on the same ranks, with parallel's keys; null: parallel"
+    )
 
 
 class ReferenceConfig(Section):
@@ -61,7 +63,9 @@ class RewardModelSource(Section):
 
     kind: Literal["model"] = Field("model", description="a reward model")
     path: str = Field(description="Hugging Face folder of a one-label sequence classifier")
-    parallel: ParallelConfig | None = Field(None, description="own layout on the same ranks, keys as of parallel; null: parallel")
+    parallel: ParallelConfig | None = Field(
+        None, description="own layout on the same ranks, with parallel's keys; null: parallel"
+    )
     weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
+from mrlhf.checkpoint import optimizer_state
 from mrlhf.checkpoint.training_state import Average, SavedModel, gathered, sharded_state
+from mrlhf.parallel.collectives import all_gather_objects
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,23 @@ def _planned(item: ShardedTensor) -> SavedTensor:
         dtype=str(item.dtype).removeprefix("torch."),
         written=size if is_main_replica(item.replica_id) else 0,
     )
+
+
+def state_bytes(models: Mapping[str, SavedModel], averages: Mapping[str, Average], *, optimizer: bool = True) -> int:
+    """About what `save_state` will write, for the first save of a run; all ranks of the world call this together.
+
+    Small tensors that tensor ranks hold in common (norms) count on each of them.
+    """
+    own = 0
+    for model in models.values():
+        groups = model.trainable.groups
+        if groups.dp.rank() or groups.cp.rank():
+            continue
+        kinds = len(optimizer_state.kinds(model.trainable)) if optimizer else 0
+        parameters = [p for chunk in model.trainable.modules for p in chunk.parameters()]
+        own += sum(p.numel() * (p.element_size() + 4 * kinds) for p in parameters)
+    for average in averages.values():
+        groups = models[average.model].trainable.groups
+        if not (groups.dp.rank() or groups.cp.rank()):
+            own += sum(tensor.numel() * tensor.element_size() for tensor in average.tensors.values())
+    return sum(all_gather_objects(own))

@@ -8,14 +8,12 @@ format: weights as `mrlhf.checkpoint.sharded` names them, Adam's state in the sa
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -25,13 +23,12 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mrlhf.checkpoint import optimizer_state
+from mrlhf.checkpoint.rng_state import rng_state, set_rng_state
 from mrlhf.checkpoint.sharded import fill_weights, sharded_weights, use_forked_results_queue, zero_padding
 from mrlhf.errors import CheckpointError, MrlhfError
-from mrlhf.megatron import device
 from mrlhf.megatron.fp8 import scaling_state, set_scaling_state
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.model_config import ModelConfig
@@ -122,31 +119,11 @@ def save_state(
     together(lambda: _write_description(Path(folder), description) if dist.get_rank() == 0 else None, f"{folder}")
     state = sharded_state(models, averages, optimizer=gathered if optimizer else None)
     scaling = {name: scaling_state(model.trainable.modules) for name, model in models.items()}
-    state[_RANKS] = _rank_object({"state": per_rank, "rng": _rng_state(), "fp8": scaling})
+    state[_RANKS] = _rank_object({"state": per_rank, "rng": rng_state(), "fp8": scaling})
     with _agreed(f"{folder}: cannot be saved"):
         request = dist_checkpointing.save(state, str(Path(folder) / TENSORS), async_sharded_save=queue is not None)
         if queue is not None:
             queue.schedule_async_request(request)
-
-
-def state_bytes(models: Mapping[str, SavedModel], averages: Mapping[str, Average], *, optimizer: bool = True) -> int:
-    """About what `save_state` will write, for the first save of a run; all ranks of the world call this together.
-
-    Small tensors that tensor ranks hold in common (norms) count on each of them.
-    """
-    own = 0
-    for model in models.values():
-        groups = model.trainable.groups
-        if groups.dp.rank() or groups.cp.rank():
-            continue
-        kinds = len(optimizer_state.kinds(model.trainable)) if optimizer else 0
-        parameters = [p for chunk in model.trainable.modules for p in chunk.parameters()]
-        own += sum(p.numel() * (p.element_size() + 4 * kinds) for p in parameters)
-    for average in averages.values():
-        groups = models[average.model].trainable.groups
-        if not (groups.dp.rank() or groups.cp.rank()):
-            own += sum(tensor.numel() * tensor.element_size() for tensor in average.tensors.values())
-    return sum(all_gather_objects(own))
 
 
 def finish(queue: AsyncCallsQueue, *, blocking: bool) -> bool:
@@ -257,7 +234,7 @@ def load_state(
             tensor.copy_(saved[key])
     per_rank = loaded[_RANKS] if same else None
     if per_rank is not None:
-        _set_rng_state(per_rank["rng"])
+        set_rng_state(per_rank["rng"])
         for name, model in models.items():
             set_scaling_state(model.trainable.modules, per_rank.get("fp8", {}).get(name, {}))
     return LoadedState(description["common"], per_rank["state"] if per_rank else None, description)
@@ -402,24 +379,3 @@ def load_tensors(folder: Path, wanted: dict[str, Any], where: str) -> dict[str, 
 
 def _layout(layout: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in layout.items() if value is not None)
-
-
-def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "tracker": {name: value.clone() for name, value in get_cuda_rng_tracker().get_states().items()},
-    }
-    if device.has_cuda():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(dict(state["tracker"]))
-    if device.has_cuda() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

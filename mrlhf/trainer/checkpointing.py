@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from mrlhf.checkpoint.plan import state_bytes
 from mrlhf.checkpoint.saved import (
     Checkpoint,
     FileRecord,
@@ -34,7 +35,6 @@ from mrlhf.checkpoint.training_state import (
     load_state,
     read_state,
     save_state,
-    state_bytes,
     together,
 )
 from mrlhf.config_sections import OutputConfig, RunConfig
@@ -43,6 +43,7 @@ from mrlhf.megatron import device
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.trainer.job import Job
 from mrlhf.trainer.outputs import CHECKPOINTS, check_shared, resume_now
+from mrlhf.trainer.run_state import flat_keys, named_difference
 
 # What a resumed run may have otherwise: nothing that is computed depends on it.
 _FREE = ("trainer.", "checkpoint.", "launch.", "parallel.", "inference.")
@@ -199,7 +200,7 @@ class Checkpointer:
             "run_id": self.run_id,
             "wandb_id": self.wandb_id,
             "inputs": self._marks(),
-            "config": _flat(self.config.model_dump(mode="json")),
+            "config": flat_keys(self.config.model_dump(mode="json")),
             "trainer": self.state.state_dict(),
         }
         folders: list[Path] = []
@@ -356,12 +357,12 @@ class Checkpointer:
         saved, now = common["inputs"], self._marks()
         other = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
         if other and not self.trainer.allow_changes:
-            named = "; ".join(_difference(key, saved.get(key), now.get(key)) for key in other)
+            named = "; ".join(named_difference(key, saved.get(key), now.get(key)) for key in other)
             raise CheckpointError(
                 f"trainer.resume: {checkpoint.path} was saved by a run with other inputs: {named}; give the same ones, "
                 "set trainer.allow_changes=true to go on with these, or trainer.resume=never to begin anew"
             )
-        before, after = common["config"], _flat(self.config.model_dump(mode="json"))
+        before, after = common["config"], flat_keys(self.config.model_dump(mode="json"))
         for key in sorted({*before, *after}):
             if before.get(key) != after.get(key) and not key.startswith(_FREE) and key not in now:
                 self.message(f"{key} was {before.get(key)!r} in the checkpoint, now it is {after.get(key)!r}")
@@ -392,16 +393,3 @@ class Checkpointer:
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, file=sys.stderr)
-
-
-def _difference(key: str, saved: Any, now: Any) -> str:
-    if saved is None or now is None:
-        return f"{key} ({'not' if saved is None else 'only'} in the checkpoint)"
-    return f"{key} was {saved}, now {now}"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

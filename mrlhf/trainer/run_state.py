@@ -163,3 +163,18 @@ def model_marks(folders: Mapping[str, str]) -> dict[str, str]:
 
 def _saved(*models: TrainedModel) -> dict[str, SavedModel]:
     return {model.name: SavedModel(model.trainable, model.config) for model in models}
+
+
+def named_difference(key: str, saved: Any, now: Any) -> str:
+    """What the mark of an input was and is; None: there is none."""
+    if saved is None or now is None:
+        return f"{key} ({'not' if saved is None else 'only'} in the checkpoint)"
+    return f"{key} was {saved}, now {now}"
+
+
+def flat_keys(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= flat_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -66,7 +66,8 @@ class Run:
         )
 
     def expected_bytes(self) -> int:
-        from mrlhf.checkpoint.training_state import Average, state_bytes
+        from mrlhf.checkpoint.plan import state_bytes
+        from mrlhf.checkpoint.training_state import Average
 
         return state_bytes(self.models, {"ema": Average("actor", self.average)})
 

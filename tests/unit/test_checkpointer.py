@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,6 @@ class TinyConfig(RunConfig):
     @property
     def output_dir(self) -> Path:
         return Path(self.folder)
-
-
-@dataclass
-class Sizes:
-    """Stands for the layout."""
-
-    world_size: int = 1
 
 
 class State:
@@ -63,7 +55,7 @@ def make(output: Path, *, checkpoint: dict[str, Any] | None = None, **trainer: A
     config = TinyConfig.model_validate(
         {"folder": str(output), "trainer": trainer, "checkpoint": {"interval": 2, **(checkpoint or {})}}
     )
-    job: Any = SimpleNamespace(config=config, sizes=Sizes(), groups=None)
+    job: Any = SimpleNamespace(config=config, described_layout=lambda: {"world_size": 1}, groups=None)
     checkpointer = Checkpointer(job, config.trainer, State(), iterations=6)
     said: list[str] = []
     checkpointer.message = said.append
