@@ -78,11 +78,8 @@ def dry_run(
         if known is None:
             walked[passes] = walk
         else:
-            # What Adam holds was not made without a step; the other rank's shards are as large.
-            own = {role: replace(part, optimizer=known.parts[role].optimizer) for role, part in walk.parts.items()}
-            walk = replace(
-                walk, parts={**known.parts, **own}, phases={**known.phases, **walk.phases}, kv_cache=known.kv_cache
-            )
+            parts, phases = {**known.parts, **walk.parts}, {**known.phases, **walk.phases}
+            walk = replace(walk, parts=parts, phases=phases, kv_cache=known.kv_cache)
         found.append(Alike(tuple(members), walk, first if known is None else known.rank))
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mrlhf.checkpoint.optimizer_state import empty_tensors
 from mrlhf.checkpoint.plan import SavedTensor, planned_tensors
 from mrlhf.checkpoint.training_state import Average, SavedModel
 from mrlhf.config_schema import PPOConfig
@@ -123,6 +124,9 @@ class _Walk:
     def _build(self, role: str, build: Callable[[], Any]) -> Any:
         before = self.world.live
         model: RoleModel = build()
+        if isinstance(model, TrainedModel):
+            # Adam makes its moments at the first step; a walk is like every later iteration.
+            empty_tensors(model.trainable)
         for chunk in model.chunks:
             setattr(chunk, "token_multiple", self.multiple)  # noqa: B010
         gc.collect()
@@ -294,16 +298,11 @@ class _Walk:
             self._step(model, made[model.name], steps)
 
     def _step(self, model: TrainedModel, gradients: Gradients, steps: int) -> None:
-        gc.collect()
-        before = self.world.live
         self._begin(f"step/{model.name}")
         model.apply(gradients)
         if model is self.actor and self.ema is not None:
             self.ema.update()
         self._end(f"step/{model.name}", times=steps)
-        gc.collect()
-        part = self.parts[model.name]
-        self.parts[model.name] = replace(part, optimizer=part.optimizer + max(self.world.live - before, 0))
 
     def _save(self) -> list[SavedTensor]:
         self._begin("save")
