@@ -47,7 +47,7 @@ def run(config: EvalConfig) -> None:
     job = jobs.join(config, models, env)
     sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
     reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
-    scorer = Scorer(reward_models, functions, tokenizer, job.groups.replica)
+    scorer = Scorer(reward_models, functions, tokenizer, job.groups.replica, job.groups.intra_dist_opt)
     actor, reference = jobs.build_policy(job), jobs.build_reference(job)
     evaluation = build_evaluator(job, actor, reference, scorer, tokenizer, dataset).run()
     if dist.get_rank() == 0:

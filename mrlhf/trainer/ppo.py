@@ -130,7 +130,8 @@ class PPOTrainer:
         sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
         reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
         self.heartbeat = open_heartbeat(config.output_dir, config.launch.timeout_minutes)
-        self.scorer = Scorer(reward_models, functions, tokenizer, job.groups.replica, self.heartbeat.alone)
+        everyone = job.groups.intra_dist_opt
+        self.scorer = Scorer(reward_models, functions, tokenizer, job.groups.replica, everyone, self.heartbeat.alone)
         self.sampler = Sampler(
             self.actor.engine(config.rollout.batch_size),
             sampling_params(config),

@@ -144,6 +144,7 @@ class Scorer:
         functions: Sequence[tuple[ScoreSource, float]],
         tokenizer: Tokenizer,
         replica_group: Group,
+        job_group: Group,
         alone: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         """Keep the sources.
@@ -152,14 +153,15 @@ class Scorer:
             models: reward models with their weights.
             functions: Python functions and servers with their weights.
             tokenizer: turns responses into text for the functions.
-            replica_group: tensor and pipeline ranks of one replica, which must see the same scores.
+            replica_group: all ranks of one replica, which must see the same scores.
+            job_group: all ranks, which end together when a function fails.
             alone: told the name of each function around its call, see `mrlhf.parallel.heartbeat`.
         """
         self._alone = alone
         self.models = list(models)
         self.functions = list(functions)
         self.tokenizer = tokenizer
-        self.replica_group = replica_group
+        self.replica_group, self.job_group = replica_group, job_group
         self._parts: dict[str, torch.Tensor] = {}
 
     def scores(self, batch: RolloutBatch, cut: Cut, samples: Sequence[Sample]) -> torch.Tensor:
@@ -204,7 +206,7 @@ class Scorer:
             except MrlhfError as error:
                 failure = str(error)
         # The job ends as one, so that it can save first.
-        failures = [text for text in all_gather_objects(failure) if text is not None]
+        failures = [text for text in all_gather_objects(failure, self.job_group) if text is not None]
         if failures:
             raise RewardError(failures[0])
         dist.broadcast_object_list(scores, src=dist.get_process_group_ranks(self.replica_group)[0],

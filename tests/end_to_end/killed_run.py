@@ -83,12 +83,20 @@ class KillableRun:
             if victim.is_alive() and victim.pid is not None:
                 os.kill(victim.pid, signal.SIGKILL)
             victim.join()
-        _, self.left = psutil.wait_procs(helpers, timeout=10)
+        # Whoever inherits a dead one may be slow to notice.
+        self.left = [helper for helper in psutil.wait_procs(helpers, timeout=10)[1] if not _is_dead(helper)]
         for helper in self.left:
             helper.kill()
         last = {beat.pid: beat for beat in read_beats(self.output / "heartbeat", self.world_size)}
         self._folder.cleanup()
         return last.get(process.pid) if alive else None
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def complete(world_size: int, inputs: Path, output: Path, *overrides: str) -> list[dict[str, Any]]:
