@@ -78,10 +78,17 @@ def dry_run(
         if known is None:
             walked[passes] = walk
         else:
-            parts, phases = {**known.parts, **walk.parts}, {**known.phases, **walk.phases}
-            walk = replace(walk, parts=parts, phases=phases, kv_cache=known.kv_cache)
+            walk = with_passes(walk, known)
         found.append(Alike(tuple(members), walk, first if known is None else known.rank))
     return found
+
+
+def with_passes(built: RankWalk, known: RankWalk) -> RankWalk:
+    """A rank whose trained models were built, with the passes and the frozen models of one that is like it."""
+    save = built.phases["save"]
+    frozen = sum(part.weights for role, part in known.parts.items() if role not in built.parts)
+    phases = {**known.phases, "save": replace(save, peak=save.peak + frozen)}
+    return replace(built, parts={**known.parts, **built.parts}, phases=phases, kv_cache=known.kv_cache)
 
 
 def passes_key(config: PPOConfig, role: str, model: ModelConfig, grid: RankGrid, rank: int) -> Key:

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "vpp2_tp2_sp": (4, [PP2, VPP2, TP2, SP, "ppo.micro_batch_size=1"]),
     "own_layout": (2, [TP2, "critic.parallel.tensor_model_parallel_size=1"]),
 }
-QUICK = ("tp2_pp2_sp",)
+QUICK = ("pp2",)
 
 
 @pytest.fixture(scope="module")
