@@ -126,7 +126,10 @@ class _Walk:
         model: RoleModel = build()
         if isinstance(model, TrainedModel):
             # Adam makes its moments at the first step; a walk is like every later iteration.
+            peak = self.world.peak
             empty_tensors(model.trainable)
+            gc.collect()
+            self.world.peak = max(peak, self.world.live)
         for chunk in model.chunks:
             setattr(chunk, "token_multiple", self.multiple)  # noqa: B010
         gc.collect()
