@@ -166,12 +166,12 @@ def run_guarded(main: Callable[[], Result], env: LaunchEnv, grace: float = PEER_
     except KeyboardInterrupt:
         _end_job(130, "")
     except MrlhfError as error:
-        _record(error)
         _tell(error)
         if env.rank != 0:
             time.sleep(grace)
-            _end_job(2, f"[rank {env.rank}] error: {error}")
-        _end_job(2, f"error: {error}")
+        # Only now: torchrun's summary repeats what each rank has left, and rank 0 usually has left the same.
+        _record(error)
+        _end_job(2, f"[rank {env.rank}] error: {error}" if env.rank else f"error: {error}")
     except BaseException as error:
         if is_peer_failure(error):
             first_line = (str(error).splitlines() or [""])[0]
