@@ -15,7 +15,8 @@ import typer
 from typer.core import TyperCommand
 
 from mrlhf import __version__, cli_dryrun, cli_plan
-from mrlhf.config import PPOConfig, check_files, load_config, option_table, to_yaml
+from mrlhf.cli_options import ConfigArgument, Overrides, read_config
+from mrlhf.config import PPOConfig, check_files, option_table, to_yaml
 from mrlhf.config_inference import EvalConfig, GenerateConfig
 from mrlhf.config_preferences import DPOConfig, RewardTrainingConfig
 from mrlhf.config_sections import RunConfig
@@ -135,10 +136,6 @@ def _guarded(command: Callable[P, int | None]) -> Callable[P, None]:
     return run
 
 
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file; all keys may also be key=value.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
-]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")]
 Resume = Annotated[
     str | None, typer.Option(metavar="auto|never|PATH", help="As trainer.resume: go on from a checkpoint.")
@@ -210,7 +207,7 @@ def generate(
 ) -> None:
     """Sample responses to prompts from the actor of a configuration."""
     chosen = [f"data.prompts={prompts}"] if prompts else []
-    loaded = _load(config, [*(overrides or []), *chosen], GenerateConfig)
+    loaded = read_config(config, [*(overrides or []), *chosen], GenerateConfig)
     if print_config:
         _print_on_first_rank(to_yaml(loaded))
         return
@@ -342,7 +339,7 @@ def main() -> None:
 
 def _run(schema: type[C], module: str, config: str, overrides: list[str] | None, print_config: bool) -> int | None:
     """Read the configuration and call ``module.run`` with it; ``module`` is imported only once the files are there."""
-    loaded = _load(config, overrides, schema)
+    loaded = read_config(config, overrides, schema)
     if print_config:
         _print_on_first_rank(to_yaml(loaded))
         return None
@@ -351,13 +348,6 @@ def _run(schema: type[C], module: str, config: str, overrides: list[str] | None,
         check_files(loaded)
     status: int | None = importlib.import_module(module).run(loaded)
     return status
-
-
-def _load(config: str, overrides: list[str] | None, schema: type[C]) -> C:
-    given = list(overrides or [])
-    if "=" in config and not Path(config).exists():
-        return load_config(None, [config, *given], schema)
-    return load_config(config, given, schema)
 
 
 def _print_on_first_rank(text: str) -> None:

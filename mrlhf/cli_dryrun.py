@@ -8,16 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from mrlhf.cli_options import ConfigArgument, Overrides, read_config, report_console
 from mrlhf.config import PPOConfig, check_run
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.launch_env import detect_launch
 
 
 def dryrun(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file; all keys may also be key=value.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the run, one a GPU.")] = 1,
     rank: Annotated[
         str, typer.Option(metavar="R|R,R|all", help="Ranks to walk; those that are alike are walked once.")
@@ -37,7 +36,7 @@ def dryrun(
         raise ConfigError("mrlhf dryrun is one process, whatever --world-size is; start it without a launcher")
     # The walk is that of the CPU build on every machine; nothing may land on a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    loaded = _load(config, list(overrides or []))
+    loaded = read_config(config, overrides, PPOConfig)
     from mrlhf.cli_plan import read_models
 
     models = read_models(loaded)
@@ -54,11 +53,7 @@ def dryrun(
     if as_json:
         typer.echo(json.dumps(answer, indent=1))
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        # Tables are for reading in full: without a terminal there is no width to keep to.
-        print_report(answer, groups, console if console.is_terminal else Console(width=180, highlight=False))
+        print_report(answer, groups, report_console())
     wrong = [
         role
         for role, counted in answer.get("models", {}).items()
@@ -93,11 +88,3 @@ def _check_lengths(total: int, models: dict[str, Any]) -> None:
                 f"--prompt-length and --response-length make rows of {total} tokens, over the {role}'s length of "
                 f"{model.max_position_embeddings}"
             )
-
-
-def _load(config: str, overrides: list[str]) -> PPOConfig:
-    from mrlhf.cli_plan import _load as load
-
-    loaded = load(config, overrides, PPOConfig)
-    assert isinstance(loaded, PPOConfig)
-    return loaded

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mrlhf.config import PPOConfig, load_config
+from mrlhf.cli_options import ConfigArgument, Overrides, read_config, report_console
+from mrlhf.config import PPOConfig
 from mrlhf.config_preferences import DPOConfig, RewardTrainingConfig
 from mrlhf.config_sections import RunConfig
 from mrlhf.config_supervised import SFTConfig
@@ -42,10 +43,8 @@ SCHEMAS: dict[str, type[RunConfig]] = {
 
 
 def plan(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file; all keys may also be key=value.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     kind: Annotated[KindChoice, typer.Option(help="The command that the configuration is for.")] = KindChoice.PPO,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs, one a rank; by default one replica's.")] = None,
     hardware: Annotated[str, typer.Option(help="h100, h200, a100 or b200.")] = "h100",
@@ -72,7 +71,7 @@ def plan(
 
     The exit status is 0 when it fits (with --search: when some layout does), 3 when it does not.
     """
-    loaded = _load(config, list(overrides or []), SCHEMAS[kind.value])
+    loaded = read_config(config, overrides, SCHEMAS[kind.value])
     if not 0 < efficiency <= 1:
         raise ConfigError(f"--efficiency: given {efficiency}, expected a share above 0 and at most 1")
     table = with_own_numbers(
@@ -154,13 +153,9 @@ def _show(answer: dict[str, Any], question: Question, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(answer, indent=1))
         return
-    from rich.console import Console
-
     from mrlhf.planning.report import print_plan, print_search
 
-    console = Console(highlight=False)
-    # Tables are for reading in full: without a terminal there is no width to keep to.
-    console = console if console.is_terminal else Console(width=180, highlight=False)
+    console = report_console()
     if "layout" in answer:
         print_plan(answer, console)
     elif answer["search"]:
@@ -169,9 +164,3 @@ def _show(answer: dict[str, Any], question: Question, as_json: bool) -> None:
         except ConfigError as error:
             console.print(f"The configuration's own layout does not work: {error}", markup=False)
         print_search(answer["search"], console)
-
-
-def _load(config: str, overrides: list[str], schema: type[RunConfig]) -> RunConfig:
-    if "=" in config and not Path(config).exists():
-        return load_config(None, [config, *overrides], schema)
-    return load_config(config, overrides, schema)

@@ -101,7 +101,7 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
     ``models`` maps roles (``actor``, ``critic``, ``reference``, ``reward``, ...) to architectures. Needs no process
     group, so that each launch is refused before any exists.
     """
-    problems = _role_problems(config, world_size, models)
+    problems = layout_problems(config, world_size, models, max_response_length=config.longest_response)
     limit = config.ptx.max_length
     problems += [
         f"ptx.max_length {limit} is over the {role}'s length of {model.max_position_embeddings}; lower it"
@@ -122,25 +122,48 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
         raise ConfigError(join_problems("these sizes cannot work together:", problems))
 
 
-def _role_problems(config: PPOConfig, world_size: int, models: Mapping[str, ModelConfig]) -> list[str]:
-    """`size_problems` of every layout with its models."""
+def layout_problems(
+    config: PPOConfig,
+    world_size: int,
+    models: Mapping[str, ModelConfig],
+    *,
+    max_response_length: int,
+    training: bool = True,
+) -> list[str]:
+    """`size_problems` of every layout of the run with the models that have it.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        models: architectures by role.
+        max_response_length: of the longest response.
+        training: False leaves the sizes of batches out.
+    """
     roles: dict[ParallelSizes, list[str]] = {config.parallel.sizes(world_size): []}
     for role in models:
         roles.setdefault(config.parallel_of(role).sizes(world_size), []).append(role)
     problems = vocabulary_problems(models)
     for number, (sizes, members) in enumerate(roles.items()):
-        trains = number == 0 or "critic" in members
+        # The first layout shares out the prompts; minibatches are those of the models that are trained.
+        batches: dict[str, Any] = {}
+        if training and number == 0:
+            batches |= {
+                "prompts_per_iteration": config.rollout.prompts_per_iteration,
+                "rows_per_iteration": config.rows_per_iteration,
+            }
+        if training and (number == 0 or "critic" in members):
+            batches |= {
+                "minibatch_size": config.ppo.minibatch_size,
+                "micro_batch_size": config.ppo.micro_batch_size,
+                "micro_batch_tokens": config.ppo.micro_batch_tokens,
+            }
         found = size_problems(
             sizes,
             {role: models[role] for role in members},
-            prompts_per_iteration=config.rollout.prompts_per_iteration if number == 0 else None,
-            rows_per_iteration=config.rows_per_iteration if number == 0 else None,
-            minibatch_size=config.ppo.minibatch_size if trains else None,
-            micro_batch_size=config.ppo.micro_batch_size,
-            micro_batch_tokens=config.ppo.micro_batch_tokens if trains else None,
             # Without a limit of its own a prompt takes what the response leaves, at least one token.
             max_prompt_length=config.data.max_prompt_length or 1,
-            max_response_length=config.longest_response,
+            max_response_length=max_response_length,
+            **batches,
         )
         whose = "" if number == 0 else f"layout of {', '.join(members)}: "
         problems += [f"{whose}{problem}" for problem in found if problem not in problems]

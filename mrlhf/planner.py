@@ -191,27 +191,12 @@ def check_sizes(
     sizes: ParallelSizes,
     models: Mapping[str, ModelConfig],
     *,
-    prompts_per_iteration: int | None = None,
-    rows_per_iteration: int | None = None,
-    minibatch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    micro_batch_tokens: int | None = None,
     max_prompt_length: int | None = None,
     max_response_length: int | None = None,
-    extra_slots: int = 0,
 ) -> None:
-    """Raise one `ConfigError` that lists everything `size_problems` finds."""
+    """Raise one `ConfigError` that lists everything `size_problems` finds about layout, models and lengths."""
     problems = size_problems(
-        sizes,
-        models,
-        prompts_per_iteration=prompts_per_iteration,
-        rows_per_iteration=rows_per_iteration,
-        minibatch_size=minibatch_size,
-        micro_batch_size=micro_batch_size,
-        micro_batch_tokens=micro_batch_tokens,
-        max_prompt_length=max_prompt_length,
-        max_response_length=max_response_length,
-        extra_slots=extra_slots,
+        sizes, models, max_prompt_length=max_prompt_length, max_response_length=max_response_length
     )
     if problems:
         raise ConfigError(join_problems("these sizes cannot work together:", problems))

@@ -27,14 +27,13 @@ from mrlhf.planning.from_config import head_of
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import Plan, make_plan
 from mrlhf.roles.model import Gradients, RoleModel, TrainedModel
-from mrlhf.rollout.engine import PREFILL_TOKENS, GenerationRequest, _Batch
-from mrlhf.rollout.kv_cache import KVCache
+from mrlhf.rollout.engine import PREFILL_TOKENS, GenerationRequest, SlotBatch
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.experience import add_advantages, add_masks
 from mrlhf.trainer.job import Job, join
 from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
-from mrlhf.trainer.updates import prepare_minibatch
+from mrlhf.trainer.updates import share_minibatch
 from mrlhf.types import RolloutBatch, round_up
 
 ORDINARY, STOP = 1, 0
@@ -157,22 +156,14 @@ class _Walk:
         batches = -(-own // rows)
         engine = self.actor.engine(rollout.batch_size)
         requests = [GenerationRequest(number, [ORDINARY] * prompt, response) for number in range(rows)]
-        batch, sampling = _Batch(requests, frozenset([STOP]), engine.device), sampling_params(self.config)
+        batch, sampling = SlotBatch(requests, frozenset([STOP]), engine.device), sampling_params(self.config)
 
         def choose(logits: torch.Tensor | None, members: list[int]) -> None:
             """Sample, as the engine does."""
-            engine._choose(logits, batch, members, sampling, self.config.seed, 0)
+            engine.choose(logits, batch, members, sampling, self.config.seed, 0)
 
         with torch.no_grad():
-            cache = KVCache(
-                layer_numbers(self.actor.chunks),
-                rows,
-                max(prompt + response, engine.multiple),
-                engine.kv_heads,
-                engine.head_dim,
-                dtype=self.job.dtype,
-                device=engine.device,
-            )
+            cache = engine.new_cache(batch)
             self.kv_cache = cache.bytes
             # Prompts are alike, and so are groups of as many of them.
             groups = list(batch.prefill_groups(PREFILL_TOKENS))
@@ -180,7 +171,7 @@ class _Walk:
             prefill = Phase(times=batches)
             for members in {len(group): group for group in groups}.values():
                 self._begin("rollout/prefill")
-                choose(engine._prefill(cache, batch, members), members)
+                choose(engine.prefill(cache, batch, members), members)
                 self._end("rollout/prefill")
                 once = self.phases["rollout/prefill"]
                 for message, count in once.messages.items():
@@ -191,7 +182,7 @@ class _Walk:
                 every = list(range(rows))
                 batch.append(every, [ORDINARY] * rows)
                 self._begin("rollout/decode")
-                choose(engine._decode(cache, batch, every), every)
+                choose(engine.decode(cache, batch, every), every)
                 self._end("rollout/decode", times=batches * (response - 1))
 
     def _rows(self) -> RolloutBatch:
@@ -285,13 +276,8 @@ class _Walk:
             return len(plan)
 
         for model in trained:
-            dp = model.groups.dp
-            mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=dp.rank(), dp_size=dp.size())
+            mine, plan, denominator = share_minibatch(model, batch, rows, settings)
             multiple = model.micro_batch_multiple
-            plan = make_plan(
-                mine, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens, multiple=multiple
-            )
-
             # As many as a pipeline rank holds at once, so that the peak is that of the whole step.
             stages, stage = model.groups.pp.size(), model.groups.pp.rank()
             sizes = (stages, 2 * stages) if multiple > 1 else (1, max(stages - stage, 2))

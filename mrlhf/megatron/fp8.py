@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mrlhf.config_sections import FP8_TOKENS, Fp8Recipe, PrecisionConfig
+from mrlhf.config_sections import FP8_TOKENS, Fp8Recipe
 from mrlhf.megatron.fp8_scaling import AmaxAlgorithm, DelayedScales
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes
@@ -97,21 +97,6 @@ class Fp8:
         ends = self.first_last_layers_bf16
         parts = [self.format, self.recipe, *([f"without the first and last {ends}"] if ends else [])]
         return ", ".join([*parts, *(["emulated"] if self.emulated else [])])
-
-
-def fp8_of(precision: PrecisionConfig) -> Fp8 | None:
-    """The ``precision`` section's FP8, for the models that it is for."""
-    if precision.fp8 is None:
-        return None
-    return Fp8(
-        format=precision.fp8,
-        recipe=precision.fp8_recipe,
-        margin=precision.fp8_margin,
-        amax_history_len=precision.fp8_amax_history_len,
-        amax_compute_algo=precision.fp8_amax_compute_algo,
-        first_last_layers_bf16=precision.fp8_first_last_layers_bf16,
-        emulated=precision.fp8_emulation,
-    )
 
 
 def environment_problems(

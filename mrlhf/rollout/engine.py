@@ -119,7 +119,7 @@ class RolloutEngine:
         with _evaluation(self.chunks), torch.no_grad():
             for start in range(0, len(order), self.slots):
                 places = order[start : start + self.slots]
-                batch = _Batch([requests[i] for i in places], frozenset(stop_ids), self.device)
+                batch = SlotBatch([requests[i] for i in places], frozenset(stop_ids), self.device)
                 self._run(batch, sampling, seed, step)
                 done.update(zip(places, batch.results(), strict=True))
         return [done[i] for i in range(len(requests))]
@@ -136,8 +136,18 @@ class RolloutEngine:
                 f"= {total} exceeds the model's length {self.max_length}"
             )
 
-    def _run(self, batch: _Batch, sampling: SamplingParams, seed: int, step: int) -> None:
-        cache = KVCache(
+    def _run(self, batch: SlotBatch, sampling: SamplingParams, seed: int, step: int) -> None:
+        cache = self.new_cache(batch)
+        for rows in batch.prefill_groups(PREFILL_TOKENS):
+            logits = self.prefill(cache, batch, rows)
+            batch.append(rows, self.choose(logits, batch, rows, sampling, seed, step))
+        while rows := batch.active():
+            logits = self.decode(cache, batch, rows)
+            batch.append(rows, self.choose(logits, batch, rows, sampling, seed, step))
+
+    def new_cache(self, batch: SlotBatch) -> KVCache:
+        """Room for the keys and values of a batch."""
+        return KVCache(
             layer_numbers(self.chunks),
             len(batch.requests),
             # The filler takes positions up to the multiple less 1.
@@ -147,14 +157,9 @@ class RolloutEngine:
             dtype=self.chunks[0].config.params_dtype,
             device=self.device,
         )
-        for rows in batch.prefill_groups(PREFILL_TOKENS):
-            logits = self._prefill(cache, batch, rows)
-            batch.append(rows, self._choose(logits, batch, rows, sampling, seed, step))
-        while rows := batch.active():
-            logits = self._decode(cache, batch, rows)
-            batch.append(rows, self._choose(logits, batch, rows, sampling, seed, step))
 
-    def _prefill(self, cache: KVCache, batch: _Batch, rows: list[int]) -> torch.Tensor | None:
+    def prefill(self, cache: KVCache, batch: SlotBatch, rows: list[int]) -> torch.Tensor | None:
+        """Put the prompts of ``rows`` into the cache; the logits after each, on the last stage."""
         tokens: list[int] = []
         slots: list[int] = []
         positions: list[int] = []
@@ -181,7 +186,8 @@ class RolloutEngine:
         )
         return packed_forward(self.chunks, self._ids(tokens), context, self._ids(ends), groups=self.groups)
 
-    def _decode(self, cache: KVCache, batch: _Batch, rows: list[int]) -> torch.Tensor | None:
+    def decode(self, cache: KVCache, batch: SlotBatch, rows: list[int]) -> torch.Tensor | None:
+        """Put the last token of each of ``rows`` into the cache; the logits after each, on the last stage."""
         filler = self._filler(len(rows))
         tokens = [batch.responses[row][-1] for row in rows] + [0] * filler
         positions = [batch.written(row) - 1 for row in rows] + [0] * filler
@@ -197,10 +203,10 @@ class RolloutEngine:
         )
         return packed_forward(self.chunks, self._ids(tokens), context, self._ids(range(len(rows))), groups=self.groups)
 
-    def _choose(
+    def choose(
         self,
         logits: torch.Tensor | None,
-        batch: _Batch,
+        batch: SlotBatch,
         rows: list[int],
         sampling: SamplingParams,
         seed: int,
@@ -228,7 +234,7 @@ class RolloutEngine:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
 
-class _Batch:
+class SlotBatch:
     """The rows of one static batch and what has been written for them."""
 
     def __init__(self, requests: list[GenerationRequest], stop_ids: frozenset[int], device: torch.device) -> None:

@@ -16,6 +16,7 @@ from mrlhf.data.prompts import Prompt, Sample
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.lines import LineFile
 from mrlhf.parallel.batches import gather_batch
+from mrlhf.parallel.layout import even_share
 from mrlhf.rl import Semantics, kl_estimate, masked_mean, masked_sum
 from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.policy import PolicyModel
@@ -143,9 +144,8 @@ class Evaluator:
 
 def _share(samples: list[Sample], rank: int, size: int, samples_per_prompt: int) -> list[Sample]:
     """A run of whole groups; ranks may have different numbers of them, and none."""
-    groups = len(samples) // samples_per_prompt
-    first, end = (groups * r // size * samples_per_prompt for r in (rank, rank + 1))
-    return samples[first:end]
+    groups = even_share(len(samples) // samples_per_prompt, rank, size)
+    return samples[groups.start * samples_per_prompt : groups.stop * samples_per_prompt]
 
 
 def compare(batch: RolloutBatch, baseline: RolloutBatch, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Evaluation:

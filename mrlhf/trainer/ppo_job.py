@@ -9,14 +9,13 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from mrlhf.checkpoint.hf import read_head
-from mrlhf.config import check_run
+from mrlhf.config import check_run, layout_problems
 from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import AdamConfig
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch_env import LaunchEnv, detect_launch, explained
-from mrlhf.planner import check_sizes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.model import RoleModel
@@ -95,14 +94,12 @@ def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> PPOJob:
 def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_response_length: int) -> LaunchEnv:
     """`check_job` for a run without training, whose batch sizes are not looked at."""
     env = detect_launch(os.environ)
-    sizes = config.parallel.sizes(env.world_size)
-    with explained(env, sizes.model_parallel_size):
-        check_sizes(
-            sizes,
-            models,
-            max_prompt_length=config.data.max_prompt_length or 1,
-            max_response_length=max_response_length,
+    with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
+        problems = layout_problems(
+            config, env.world_size, models, max_response_length=max_response_length, training=False
         )
+        if problems:
+            raise ConfigError(join_problems("these sizes cannot work together:", problems))
     _check_precision(config, models, env, trained=())
     return env
 

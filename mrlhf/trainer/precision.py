@@ -12,10 +12,25 @@ from mrlhf.config_preferences import RewardTrainingConfig
 from mrlhf.config_sections import PrecisionConfig, RunConfig
 from mrlhf.errors import ConfigError
 from mrlhf.megatron import device
-from mrlhf.megatron.fp8 import Fp8, environment_problems, fp8_of, model_problems
+from mrlhf.megatron.fp8 import Fp8, environment_problems, model_problems
 from mrlhf.megatron.spec import available_parts, transformer_engine_version, wrong_apex
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import LaunchEnv
+
+
+def fp8_of(precision: PrecisionConfig) -> Fp8 | None:
+    """The ``precision`` section's FP8, for the models that it is for."""
+    if precision.fp8 is None:
+        return None
+    return Fp8(
+        format=precision.fp8,
+        recipe=precision.fp8_recipe,
+        margin=precision.fp8_margin,
+        amax_history_len=precision.fp8_amax_history_len,
+        amax_compute_algo=precision.fp8_amax_compute_algo,
+        first_last_layers_bf16=precision.fp8_first_last_layers_bf16,
+        emulated=precision.fp8_emulation,
+    )
 
 
 def fp8_role(config: RunConfig, role: str) -> str:

@@ -81,6 +81,21 @@ def prepare_minibatch(
     return minibatch.select(data_parallel_slice(len(rows), dp_rank, dp_size)), denominator
 
 
+def share_minibatch(
+    model: TrainedModel, batch: RolloutBatch, rows: list[int], settings: UpdateSettings
+) -> tuple[RolloutBatch, Plan, float]:
+    """`prepare_minibatch` for this rank's replica of a model, with the micro-batches of its rows between the two."""
+    dp = model.groups.dp
+    mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=dp.rank(), dp_size=dp.size())
+    plan = make_plan(
+        mine,
+        rows=settings.micro_batch_size,
+        tokens=settings.micro_batch_tokens,
+        multiple=model.micro_batch_multiple,
+    )
+    return mine, plan, denominator
+
+
 RATES = {"actor": "optimizer.actor.lr", "critic": "optimizer.critic.lr", "ptx": "optimizer.actor.lr"}
 """Configuration keys of the learning rates."""
 
@@ -188,11 +203,12 @@ class Updater:
         """The step on one minibatch, and whether the actor has come too far from where it sampled."""
         settings = self.settings
         policy = value = None
+        mine, plan, denominator = share_minibatch(self.actor, batch, rows, settings)
         if train_actor:
-            mine, plan, denominator = self._share(self.actor, batch, rows)
             policy = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
         if self.critic is not None:
-            mine, plan, denominator = self._share(self.critic, batch, rows)
+            if self.critic.home is not None:
+                mine, plan, denominator = share_minibatch(self.critic, batch, rows, settings)
             value = self.critic.value_gradients(
                 mine, plan, settings.value_clip, denominator, settings.policy.fixed_length
             )
@@ -208,18 +224,6 @@ class Updater:
         actor = self.actor.apply(policy, finite) if policy is not None else None
         critic = self.critic.apply(value, finite) if self.critic is not None and value is not None else None
         return Step(actor, critic, self._after_the_actor(metrics) if actor is not None else None), stop
-
-    def _share(self, model: TrainedModel, batch: RolloutBatch, rows: list[int]) -> tuple[RolloutBatch, Plan, float]:
-        """The rows of a minibatch for this rank's replica of a model, cut, and the denominator of all of them."""
-        settings, dp = self.settings, model.groups.dp
-        mine, denominator = prepare_minibatch(batch, rows, settings, dp_rank=dp.rank(), dp_size=dp.size())
-        plan = make_plan(
-            mine,
-            rows=settings.micro_batch_size,
-            tokens=settings.micro_batch_tokens,
-            multiple=model.micro_batch_multiple,
-        )
-        return mine, plan, denominator
 
     def _after_the_actor(self, metrics: MetricAccumulator) -> Update | None:
         update = None

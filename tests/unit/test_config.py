@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mrlhf.config import PPOConfig, check_files, check_run, load_config, option_table, to_yaml
+from mrlhf.config import PPOConfig, check_files, check_run, layout_problems, load_config, option_table, to_yaml
 from mrlhf.errors import ConfigError
 from mrlhf.model_config import ModelConfig
 
@@ -218,6 +218,24 @@ def test_check_run_needs_no_process_group(file: Path) -> None:
     for part in ("world size 6", "actor: 2 key-value heads", "250 prompt + 16 response", "reward: "):
         assert part in message
     check_run(load_config(file, ["data.max_prompt_length=240"]), 4, {"actor": model})
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_models_are_checked_under_their_own_layout(file: Path, training: bool) -> None:
+    """Also where nothing is trained: two key-value heads do not go over the actor's TP 4, but over the own TP 2."""
+    actor = ModelConfig("llama", 64, 4, 4, 4, 16, 128, 97, 256)
+    models = {"actor": actor, "reward0": ModelConfig("llama", 64, 4, 4, 2, 16, 128, 97, 256)}
+
+    def problems(*overrides: str) -> list[str]:
+        config = load_config(file, ["parallel.tensor_model_parallel_size=4", *overrides])
+        return layout_problems(config, 4, models, max_response_length=16, training=training)
+
+    assert len(problems()) == 1
+    assert problems()[0].startswith("reward0: 2 key-value heads cannot be divided over TP 4")
+    own = "reward.sources[0].parallel={{tensor_model_parallel_size: {}}}"
+    assert problems(own.format(2)) == []
+    (refused,) = problems(own.format(3))[:1]
+    assert refused.startswith("layout of reward0: world size 4 is not a multiple of TP 3")
 
 
 def test_progress_off_needs_no_quotes(file: Path) -> None:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from mrlhf.config_sections import PrecisionConfig
 from mrlhf.errors import ConfigError
 from mrlhf.megatron import device, spec
-from mrlhf.megatron.fp8 import Fp8, environment_problems, fp8_of, model_problems
+from mrlhf.megatron.fp8 import Fp8, environment_problems, model_problems
 from mrlhf.megatron.model import transformer_config
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import LaunchEnv
 from mrlhf.planner import ParallelSizes, token_multiple
 from mrlhf.trainer import precision
+from mrlhf.trainer.precision import fp8_of
 from mrlhf.types import round_up
 from tests import tiny_run
 

@@ -37,6 +37,7 @@ LAYERS = {
     "dryrun": 5,
     "report": 5,
     "cli": 6,
+    "cli_options": 6,
     "cli_plan": 6,
     "cli_dryrun": 6,
     "__main__": 6,
