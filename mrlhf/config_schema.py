@@ -62,7 +62,7 @@ class RewardModelSource(Section):
     """Scores from a one-label sequence classifier."""
 
     kind: Literal["model"] = Field("model", description="a reward model")
-    path: str = Field(description="Hugging Face folder of a one-label sequence classifier")
+    path: str = Field(description="folder as for actor.path, of a one-label sequence classifier")
     parallel: ParallelConfig | None = Field(
         None, description="own layout on the same ranks, with parallel's keys; null: parallel"
     )
@@ -99,7 +99,7 @@ class RewardConfig(Section):
     """Where scores come from: the weighted sum of the sources, normalised, penalised, then clipped (ppo.score_clip)."""
 
     sources: tuple[RewardSource, ...] = Field(description="reward models and functions, at least one, summed")
-    normalize: bool = Field(False, description="divide scores by their running standard deviation, less their mean")
+    normalize: bool = Field(False, description="replace scores by (score - running mean) / running standard deviation")
     missing_eos_penalty: NonNegativeFloat | None = Field(
         None, description="taken off the score of a response without an end token"
     )
