@@ -18,13 +18,14 @@ from mrlhf.planner import ParallelSizes
 __all__ = ["ProcessGroupCollection", "build_groups"]
 
 
-def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None) -> ProcessGroupCollection:
+def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None, *, first: int = 0) -> ProcessGroupCollection:
     """Create every group of the layout; all ranks of the world call this together.
 
     Args:
-        sizes: parallel sizes; ``sizes.world_size`` ranks starting at rank 0.
+        sizes: parallel sizes of ``sizes.world_size`` ranks in a row.
         timeout: the same limit for every group. Without it torch's default of 10 or 30 minutes would apply to the
             sub-groups, whatever the world's own limit is, and a long rollout would be cut off.
+        first: the first of these ranks. The others of the world get a collection in which every group is None.
 
     Returns:
         Megatron's collection, complete for dense models; ranks with neither embedding nor output layer have ``embd``
@@ -38,7 +39,8 @@ def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None) -> Proc
     def own(partition: list[list[int]]) -> dist.ProcessGroup | None:
         """Make all groups of a partition, as every rank must; the one that this rank is in."""
         mine = None
-        for ranks in partition:
+        for places in partition:
+            ranks = [first + place for place in places]
             group = dist.new_group(ranks, timeout=timeout)
             if dist.get_rank() in ranks:
                 mine = group
