@@ -79,6 +79,7 @@ def main() -> None:
 def build(config):  # noqa: ANN001, ANN201
     """A model with fresh weights and its optimizer, alone in its world."""
     from mrlhf.checkpoint.random_init import draw_weights
+    from mrlhf.checkpoint.transforms import TensorRanks
     from mrlhf.megatron.device import seed_rng_tracker
     from mrlhf.megatron.groups import build_groups
     from mrlhf.megatron.model import build_model
@@ -90,7 +91,7 @@ def build(config):  # noqa: ANN001, ANN201
     groups = build_groups(sizes)
     seed_rng_tracker(0, 0)
     chunks = build_model(config, sizes, groups, head="lm")
-    draw_weights(chunks, config, tp_rank=0, tp_size=1)
+    draw_weights(chunks, config, ranks=TensorRanks(0, 1, 0, 1))
     return TrainedModel("model", config, Trainable(chunks, groups, AdamSettings(lr=1e-4)), groups)
 
 

@@ -51,7 +51,12 @@ class ParallelConfig(Section):
     context_parallel_size: PositiveInt = Field(
         1, description="ranks that share a sequence (CP), in passes over whole rows"
     )
-    expert_model_parallel_size: PositiveInt = Field(1, description="ranks that share the experts (EP); only 1 for now")
+    expert_model_parallel_size: PositiveInt = Field(
+        1, description="ranks that share the experts of a mixture-of-experts model (EP), replicas of the rest"
+    )
+    expert_tensor_parallel_size: PositiveInt | None = Field(
+        None, description="ranks that share one expert (ETP); null: as tensor_model_parallel_size"
+    )
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence over TP; no effect at TP 1"
     )

@@ -23,7 +23,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and choices of a decoder-only transformer; all sizes are those of the unsharded, unpadded model."""
+    """Sizes and choices of a decoder-only transformer; all sizes are those of the unsharded, unpadded model.
+
+    With ``num_experts`` every layer but ``dense_layers`` (counted from 0) is a mixture of experts: a router picks
+    ``num_experts_per_token`` of them for each token and weighs them by its softmax, taken over the chosen ones
+    (``normalize_topk``) or over all. ``moe_ffn_hidden_size`` is the width of one expert, ``ffn_hidden_size`` that of a
+    dense layer. ``qk_norm`` normalises queries and keys of every head before the rotary embedding.
+    """
 
     family: str
     hidden_size: int
@@ -43,9 +49,24 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int | None = None
+    num_experts_per_token: int = 2
+    moe_ffn_hidden_size: int | None = None
+    normalize_topk: bool = True
+    dense_layers: tuple[int, ...] = ()
     init_std: float = 0.02
     dropout: float = 0.0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer ``layer``, counted from 0, is a mixture of experts."""
+        return self.num_experts is not None and layer not in self.dense_layers
+
+    @property
+    def moe_layers(self) -> int:
+        """Number of layers that are mixtures of experts."""
+        return sum(self.is_moe_layer(layer) for layer in range(self.num_layers))

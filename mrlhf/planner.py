@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
+from mrlhf.planner_experts import expert_problems, some_divisors
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class ParallelSizes:
     """How many ranks share one model, and how.
 
     ``virtual_pipeline_model_parallel_size`` is the number of virtual stages on each pipeline rank; 1 means None.
-    ``sequence_parallel`` has nothing to split without tensor parallelism and is then False. Without the two last
-    numbers all stages have equally many layers.
+    ``sequence_parallel`` has nothing to split without tensor parallelism and is then False. Without the numbers of
+    layers all stages have equally many. ``expert_tensor_parallel_size`` (ETP) ranks share one expert; None, and TP
+    itself, mean TP. EP x ETP ranks of a stage hold all experts once.
     """
 
     world_size: int = 1
@@ -32,12 +34,15 @@ class ParallelSizes:
     sequence_parallel: bool = False
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
+    expert_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.virtual_pipeline_model_parallel_size == 1:
             object.__setattr__(self, "virtual_pipeline_model_parallel_size", None)
         if self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
+        if self.expert_tensor_parallel_size == self.tensor_model_parallel_size:
+            object.__setattr__(self, "expert_tensor_parallel_size", None)
         for name in (
             "world_size",
             "tensor_model_parallel_size",
@@ -45,6 +50,7 @@ class ParallelSizes:
             "virtual_pipeline_model_parallel_size",
             "context_parallel_size",
             "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
         ):
@@ -65,6 +71,29 @@ class ParallelSizes:
         return self.world_size // self.model_parallel_size
 
     @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share one expert (ETP)."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage: TP x CP x DP."""
+        return self.world_size // self.pipeline_model_parallel_size
+
+    @property
+    def expert_block(self) -> int:
+        """Consecutive ranks of a stage that hold all experts once: EP x ETP."""
+        return self.expert_model_parallel_size * self.expert_tensor_size
+
+    @property
+    def joined_replicas(self) -> int:
+        """Consecutive replicas that exchange tokens with one another's experts, and so make every pass together."""
+        if self.expert_model_parallel_size == 1:
+            return 1
+        replica = self.tensor_model_parallel_size * self.context_parallel_size
+        return math.lcm(replica, self.expert_block) // replica
+
+    @property
     def virtual_stages(self) -> int:
         """Model chunks on each pipeline rank (1 without virtual stages)."""
         return self.virtual_pipeline_model_parallel_size or 1
@@ -75,6 +104,9 @@ class ParallelSizes:
         if self.context_parallel_size > 1:
             parts.append(f"CP {self.context_parallel_size}")
         text = f"world {self.world_size} = {' x '.join([*parts, f'DP {self.data_parallel_size}'])}"
+        if self.expert_model_parallel_size > 1:
+            text += f", experts over EP {self.expert_model_parallel_size}"
+            text += f" x ETP {self.expert_tensor_size}" if self.expert_tensor_size > 1 else ""
         if self.virtual_stages > 1:
             text += f", {self.virtual_stages} virtual stages a rank"
         return text + (", sequence parallel" if self.sequence_parallel else "")
@@ -182,7 +214,7 @@ def size_problems(
     if rows_per_iteration is not None and minibatch_size is not None and rows_per_iteration % minibatch_size:
         problems.append(
             f"{rows_per_iteration} rows per iteration are not a multiple of minibatch_size {minibatch_size}; "
-            f"use a minibatch_size from {_some_divisors(rows_per_iteration)}, or another number of prompts"
+            f"use a minibatch_size from {some_divisors(rows_per_iteration)}, or another number of prompts"
         )
     return problems
 
@@ -209,7 +241,7 @@ def _world_problem(sizes: ParallelSizes) -> str:
     return (
         f"world size {world} is not a multiple of TP {sizes.tensor_model_parallel_size} x PP "
         f"{sizes.pipeline_model_parallel_size} x CP {sizes.context_parallel_size} = {replica}; start {worlds} ranks, "
-        f"or choose sizes whose product is one of {_some_divisors(world)}"
+        f"or choose sizes whose product is one of {some_divisors(world)}"
     )
 
 
@@ -217,7 +249,7 @@ def _layers_problem(num_layers: int, pp: int, vpp: int) -> str:
     stages = f"PP {pp}" if vpp == 1 else f"PP {pp} x VPP {vpp} = {pp * vpp}"
     return (
         f"{num_layers} layers do not split into {stages} equal stages; "
-        f"the number of stages must be one of {_some_divisors(num_layers)}, "
+        f"the number of stages must be one of {some_divisors(num_layers)}, "
         "or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
     )
 
@@ -231,9 +263,11 @@ def _layout_problems(sizes: ParallelSizes) -> list[str]:
             f"VPP {sizes.virtual_stages} needs PP of at least 2, PP is {sizes.pipeline_model_parallel_size}; "
             "raise pipeline_model_parallel_size, or leave virtual_pipeline_model_parallel_size out"
         )
-    if sizes.expert_model_parallel_size > 1:
+    elif sizes.expert_model_parallel_size > 1 and sizes.stage_ranks % sizes.expert_block:
         problems.append(
-            f"expert_model_parallel_size {sizes.expert_model_parallel_size} is not supported yet; set it to 1"
+            f"EP {sizes.expert_model_parallel_size} x ETP {sizes.expert_tensor_size} = {sizes.expert_block} does not "
+            f"divide the {sizes.stage_ranks} ranks of a stage (TP x CP x DP); expert_model_parallel_size times "
+            f"expert_tensor_parallel_size must be one of {some_divisors(sizes.stage_ranks)}"
         )
     return problems
 
@@ -244,11 +278,12 @@ def _model_problems(role: str, model: ModelConfig, sizes: ParallelSizes) -> list
     split = {
         "attention heads": model.num_attention_heads,
         "key-value heads": model.num_query_groups,
-        "feed-forward columns": model.ffn_hidden_size,
     }
+    if model.moe_layers < model.num_layers:
+        split["feed-forward columns"] = model.ffn_hidden_size
     bad = [f"{count} {what}" for what, count in split.items() if count % tp]
     if bad:
-        works = _some_divisors(math.gcd(*split.values()))
+        works = some_divisors(math.gcd(*split.values()))
         problems.append(
             f"{role}: {' and '.join(bad)} cannot be divided over TP {tp}; "
             f"tensor_model_parallel_size must be one of {works}"
@@ -258,6 +293,7 @@ def _model_problems(role: str, model: ModelConfig, sizes: ParallelSizes) -> list
             f"{role}: {model.num_attention_heads} attention heads are not a multiple of "
             f"{model.num_query_groups} key-value heads; the checkpoint's config.json is inconsistent"
         )
+    problems += expert_problems(role, model, sizes)
     try:
         layer_counts(
             model.num_layers,
@@ -331,9 +367,3 @@ def _batch_problems(
 def _neighbours(value: int, multiple: int) -> str:
     below, above = value // multiple * multiple, math.ceil(value / multiple) * multiple
     return f"{below} or {above}" if below else f"{above}"
-
-
-def _some_divisors(value: int, limit: int = 12) -> str:
-    divisors = [d for d in range(1, value + 1) if value % d == 0]
-    shown = ", ".join(str(d) for d in divisors[:limit])
-    return shown if len(divisors) <= limit else f"{shown}, ..."

@@ -23,7 +23,8 @@ from mrlhf.checkpoint.hf_config import MEGATRON_FILE, model_config_to_dict, read
 from mrlhf.checkpoint.hf_export import DEFAULT_SHARD_SIZE, dtype_name, export_hf
 from mrlhf.checkpoint.hf_folder import FolderWriter, copy_companions, write_config
 from mrlhf.checkpoint.names import add_value_bias
-from mrlhf.checkpoint.sharded import load_sharded_weights, save_sharded_weights
+from mrlhf.checkpoint.sharded import load_sharded_weights, save_sharded_weights, stand_by
+from mrlhf.checkpoint.transforms import TensorRanks
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.megatron import device
 from mrlhf.megatron.groups import build_groups
@@ -58,10 +59,8 @@ def load_weights(
     the errors, which are the same for both kinds of folder.
     """
     if not is_megatron_folder(path):
-        tp_rank, tp_size = dist.get_rank(groups.tp), dist.get_world_size(groups.tp)
-        load_hf_weights(
-            chunks, model_config, path, tp_rank=tp_rank, tp_size=tp_size, head=head, head_init=head_init, seed=seed
-        )
+        ranks = TensorRanks.of(groups)
+        load_hf_weights(chunks, model_config, path, ranks=ranks, head=head, head_init=head_init, seed=seed)
         return
     stored = read_head(path)
     if head == "lm" and stored != "lm":
@@ -86,7 +85,13 @@ def conversion_sizes(model: ModelConfig, tp: int, pp: int, world_size: int) -> P
             f"{'was' if world_size == 1 else 'were'} started; use torchrun --nproc-per-node {tp * pp}, or sizes whose "
             f"product is {world_size} (a Megatron weights folder can be loaded under any layout afterwards)"
         )
-    sizes = ParallelSizes(world_size=world_size, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    sizes = ParallelSizes(
+        world_size=world_size,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        # Nothing is computed; but experts on several tensor ranks are built for it alone.
+        sequence_parallel=model.num_experts is not None,
+    )
     check_sizes(sizes, {"model": model})
     return sizes
 

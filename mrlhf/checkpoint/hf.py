@@ -22,7 +22,7 @@ from mrlhf.checkpoint.names import (
     whole_model,
 )
 from mrlhf.checkpoint.safetensors_io import SafetensorsReader
-from mrlhf.checkpoint.transforms import read_shard
+from mrlhf.checkpoint.transforms import TensorRanks, read_shard
 from mrlhf.errors import CheckpointError
 from mrlhf.model_config import ModelConfig
 
@@ -146,8 +146,7 @@ def load_hf_weights(
     model_config: ModelConfig,
     path: str | Path,
     *,
-    tp_rank: int,
-    tp_size: int,
+    ranks: TensorRanks,
     head: str = "lm",
     head_init: HeadInit = "auto",
     seed: int = 0,
@@ -181,4 +180,4 @@ def load_hf_weights(
         }
         check_stage(chunks, weights if not fresh else weights | whole_model(model_config, "value", value_bias=True))
         for name, param in params.items():
-            read_shard(weights[name], reader.read, model_config, param.data, tp_rank, tp_size)
+            read_shard(weights[name], reader.read, model_config, param.data, ranks)

@@ -81,6 +81,7 @@ def model_config_from_dict(values: dict[str, Any], where: str) -> ModelConfig:
         values = dict(values)
         values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        values["dense_layers"] = tuple(values.get("dense_layers", ()))
         return ModelConfig(**values)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{where}: the model's description is malformed: {error}") from None

@@ -17,6 +17,9 @@ OUTPUT_WEIGHT = "output_layer.weight"
 OUTPUT_BIAS = "output_layer.bias"
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+# Transformer Engine's grouped experts are parameters of one module.
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 # Transformer Engine fuses these norms into the linear layer behind them.
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -32,15 +35,20 @@ def unwrap(chunk: Any) -> torch.nn.Module:
 
 
 def chunk_parameters(chunk: Any) -> dict[str, torch.nn.Parameter]:
-    """Parameters of one chunk by local-spec name, layers counted from 0 over the whole model."""
+    """Parameters of one chunk by local-spec name, layers and experts counted from 0 over the whole model."""
     model: Any = unwrap(chunk)
     layers: Any = model.decoder.layers
     found = {}
     for name, param in model.named_parameters():
         match = _LAYER.match(name)
         if match:
-            number = layers[int(match.group(1))].layer_number - 1
-            name = f"decoder.layers.{number}.{name[match.end() :]}"
+            layer = layers[int(match.group(1))]
+            name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+            name = _GROUPED_EXPERT.sub(r".experts.local_experts.\3.\1.\2", name)
+            expert = _EXPERT.search(name)
+            if expert:
+                number = layer.mlp.local_expert_indices[int(expert.group(1))]
+                name = f"{name[: expert.start()]}.experts.local_experts.{number}.{name[expert.end() :]}"
         for fused, plain in _FUSED_NORMS:
             name = name.replace(fused, plain)
         found[name] = param
@@ -76,15 +84,22 @@ def check_stage(chunks: Sequence[Any], weights: Mapping[str, Weight]) -> None:
     """Check that the chunks have exactly the parameters that ``weights`` (the whole model) describes for them.
 
     A parameter without a description would keep its random values, and a description without a parameter (say a
-    bias) would silently be dropped; either raises `CheckpointError` with the names.
+    bias) would silently be dropped; either raises `CheckpointError` with the names. Of the experts only those that
+    this rank has are looked for.
     """
     present = all_parameters(chunks)
     unknown = sorted(set(present) - set(weights))
     if unknown:
         raise CheckpointError(f"the model has parameters that the name table does not know: {', '.join(unknown)}")
     layers = {match.group(0) for name in present if (match := _LAYER.match(name))}
+    experts = {weights[name].expert for name in present} - {None}
     absent = [
-        name for name in weights if (match := _LAYER.match(name)) and match.group(0) in layers and name not in present
+        name
+        for name, weight in weights.items()
+        if (match := _LAYER.match(name))
+        and match.group(0) in layers
+        and name not in present
+        and (weight.expert is None or weight.expert in experts or not experts)
     ]
     if absent:
         raise CheckpointError(f"the checkpoint's model has parameters that this model lacks: {', '.join(absent)}")

@@ -11,13 +11,13 @@ import torch
 
 from mrlhf.checkpoint.families import Weight
 from mrlhf.checkpoint.names import OUTPUT_BIAS, all_parameters, check_stage, whole_model
-from mrlhf.checkpoint.transforms import read_shard
+from mrlhf.checkpoint.transforms import TensorRanks, read_shard
 from mrlhf.model_config import ModelConfig
 
 
 @torch.no_grad()
 def draw_weights(
-    chunks: Sequence[Any], config: ModelConfig, *, tp_rank: int, tp_size: int, head: str = "lm", seed: int = 0
+    chunks: Sequence[Any], config: ModelConfig, *, ranks: TensorRanks, head: str = "lm", seed: int = 0
 ) -> None:
     """Fill this rank's stages with Megatron's initialisation, in place.
 
@@ -30,8 +30,7 @@ def draw_weights(
     Args:
         chunks: the rank's stages, not yet known to any optimizer.
         config: the architecture.
-        tp_rank: place of this rank among the tensor ranks.
-        tp_size: their number.
+        ranks: place of this rank among the tensor ranks.
         head: ``"lm"`` or ``"value"``.
         seed: of the draw.
     """
@@ -39,7 +38,7 @@ def draw_weights(
     weights = whole_model(config, head, value_bias=OUTPUT_BIAS in params)
     check_stage(chunks, weights)
     for name, param in params.items():
-        read_shard(weights[name], _reader(weights[name], config, seed), config, param.data, tp_rank, tp_size)
+        read_shard(weights[name], _reader(weights[name], config, seed), config, param.data, ranks)
 
 
 def _reader(weight: Weight, config: ModelConfig, seed: int) -> Callable[[str, int, int, int | None], torch.Tensor]:

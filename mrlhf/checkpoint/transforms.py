@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mrlhf.checkpoint.families import Kind, Weight
 from mrlhf.errors import CheckpointError
 from mrlhf.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """A rank's place among the tensor ranks, and their number, of the dense layers and of the experts."""
+
+    rank: int
+    size: int
+    expert_rank: int
+    expert_size: int
+
+    @classmethod
+    def of(cls, groups: Any) -> TensorRanks:
+        """From process groups ``tp`` and ``expt_tp``."""
+        return cls(groups.tp.rank(), groups.tp.size(), groups.expt_tp.rank(), groups.expt_tp.size())
+
+    def for_weight(self, weight: Weight) -> tuple[int, int]:
+        """The place and the number that count for ``weight``."""
+        return (self.rank, self.size) if weight.expert is None else (self.expert_rank, self.expert_size)
+
 
 Read = Callable[[str, int, int, int | None], torch.Tensor]
 """``read(name, dim, start, stop)``: the part ``start:stop`` along ``dim`` of a Hugging Face tensor."""
@@ -33,16 +55,15 @@ def split_qkv(fused: torch.Tensor, num_groups: int, head_dim: int) -> tuple[torc
 
 def _range(size: int, tp_rank: int, tp_size: int, what: str) -> tuple[int, int]:
     if size % tp_size != 0:
-        raise CheckpointError(f"{what}: {size} cannot be split over tensor_model_parallel_size {tp_size}")
+        raise CheckpointError(f"{what}: {size} cannot be split over {tp_size} tensor ranks")
     part = size // tp_size
     return tp_rank * part, (tp_rank + 1) * part
 
 
-def read_shard(
-    weight: Weight, read: Read, config: ModelConfig, param: torch.Tensor, tp_rank: int, tp_size: int
-) -> None:
+def read_shard(weight: Weight, read: Read, config: ModelConfig, param: torch.Tensor, ranks: TensorRanks) -> None:
     """Fill ``param``, this rank's shard of ``weight``, in place; only this rank's part of each tensor is read."""
     first, shape = weight.sources[0], weight.shapes[0]
+    tp_rank, tp_size = ranks.for_weight(weight)
     if weight.kind == "replicated":
         value = read(first, 0, 0, None)
     elif weight.kind == "vocab":

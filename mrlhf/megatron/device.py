@@ -46,6 +46,9 @@ _MODULES = (
     "tensor_parallel.layers",
     "tensor_parallel.mappings",
     "tensor_parallel.random",
+    "transformer.moe.moe_utils",
+    "transformer.moe.router",
+    "transformer.moe.token_dispatcher",
     "transformer.utils",
     "utils",
 )
@@ -72,6 +75,7 @@ _LOCAL_KERNELS = {
 
 _OPTIONAL = (
     ("transformer.attention", "SplitAlongDim"),
+    ("transformer.moe.moe_utils", "te_general_gemm"),
     ("transformer.transformer_block", "get_cpu_offload_context"),
 )
 """What Megatron takes from a Transformer Engine that imports, in local layers too; where it is None it does without."""
@@ -152,6 +156,8 @@ def install() -> None:
     use_torch_optimizers()
     for module_name, attribute in _OPTIONAL:
         setattr(importlib.import_module(f"megatron.core.{module_name}"), attribute, None)
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _on_the_cpu_already
 
 
 def seed_rng_tracker(seed: int, tp_rank: int, *, pp_rank: int = 0, dp_rank: int = 0) -> None:
@@ -191,6 +197,11 @@ def _same_tensor(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
 
 
+def _on_the_cpu_already(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Megatron's own only converts what comes from CUDA, and its all-to-all takes sizes as plain numbers."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _to_cpu(value: Any) -> Any:
     if value is None or isinstance(value, int):
         return "cpu" if isinstance(value, int) else None
@@ -221,6 +232,10 @@ class _NoStream:
 
     def __exit__(self, *_: Any) -> None:
         pass
+
+    def record_event(self, *_: Any) -> _NoStream:
+        """An event that has happened already."""
+        return _NoStream()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mrlhf.parallel.layout import GroupKind, RankGrid
+from mrlhf.parallel.layout import ExpertGroupKind, GroupKind, RankGrid
 from mrlhf.planner import ParallelSizes
 
 __all__ = ["ProcessGroupCollection", "build_groups"]
@@ -28,8 +28,7 @@ def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None, *, firs
         first: the first of these ranks. The others of the world get a collection in which every group is None.
 
     Returns:
-        Megatron's collection, complete for dense models; ranks with neither embedding nor output layer have ``embd``
-        None.
+        Megatron's collection; ranks with neither embedding nor output layer have ``embd`` None.
     """
     # The one global of Megatron's that its linear layers need: a scratch buffer for sequence-parallel gathers.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -54,9 +53,18 @@ def build_groups(sizes: ParallelSizes, timeout: timedelta | None = None, *, firs
     stage = sizes.world_size // sizes.pipeline_model_parallel_size
     groups.tp_dp_cp = own([world[start : start + stage] for start in range(0, len(world), stage)])
     groups.intra_dist_opt = own([world])
-    groups.ep = own([[rank] for rank in world])
     groups.pos_embd = None
-    groups.expt_tp = groups.tp_ep = groups.tp
-    groups.tp_ep_pp = groups.mp
-    groups.expt_dp = groups.intra_dp_cp = groups.intra_expt_dp = groups.dp_cp
+    groups.intra_dp_cp = groups.dp_cp
+    if sizes.expert_model_parallel_size == 1:
+        groups.ep = own([[rank] for rank in world])
+        groups.expt_tp = groups.tp_ep = groups.tp
+        groups.tp_ep_pp = groups.mp
+        groups.expt_dp = groups.dp_cp
+    else:
+        expert_kinds: tuple[ExpertGroupKind, ...] = ("ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp")
+        for expert_kind in expert_kinds:
+            setattr(groups, expert_kind, own(grid.expert_groups(expert_kind)))
+    groups.intra_expt_dp = groups.expt_dp
+    # Not Megatron's either: replicas that make every pass together, since they share experts; None where none does.
+    groups.joined = own(grid.joined_replicas()) if sizes.joined_replicas > 1 else None
     return groups

@@ -125,8 +125,9 @@ def transformer_config(
     initialize: bool = False,
     fp8: Fp8 | None = None,
     recompute: bool = False,
+    moe_aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
-    """Megatron's configuration of ``model`` under ``sizes``; ``recompute`` as `build_model`.
+    """Megatron's configuration of ``model`` under ``sizes``; the last two as in `build_model`.
 
     Dropout comes from the argument alone; what a checkpoint's configuration says is for its own pre-training. Emulated
     ``fp8`` is not in it: without Transformer Engine Megatron would pass over it, or stumble in recomputation.
@@ -151,6 +152,7 @@ def transformer_config(
         activation_func={"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}[model.activation],
         add_bias_linear=model.mlp_bias,
         add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
         init_method_std=model.init_std,
         hidden_dropout=dropout,
         attention_dropout=dropout,
@@ -161,6 +163,7 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=sizes.num_layers_in_last_pipeline_stage,
         context_parallel_size=sizes.context_parallel_size,
         expert_model_parallel_size=sizes.expert_model_parallel_size,
+        expert_tensor_parallel_size=sizes.expert_tensor_size,
         sequence_parallel=sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -186,7 +189,24 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         **(fp8.transformer_fields() if fp8 is not None else {}),
+        **_expert_fields(model, moe_aux_loss_coef),
     )
+
+
+def _expert_fields(model: ModelConfig, aux_loss_coef: float) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.num_experts_per_token,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        # A softmax over the chosen logits is the softmax over all of them, normalised over the chosen.
+        "moe_router_pre_softmax": not model.normalize_topk,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss_coef else "none",
+        "moe_aux_loss_coeff": aux_loss_coef,
+        "moe_layer_freq": [int(model.is_moe_layer(layer)) for layer in range(model.num_layers)],
+    }
 
 
 def build_model(
@@ -204,6 +224,7 @@ def build_model(
     fp8: Fp8 | None = None,
     recompute: bool = False,
     kernels: Kernels = "auto",
+    moe_aux_loss_coef: float = 0.0,
 ) -> list[GPTModel]:
     """Build this rank's stages, on its device, in evaluation mode.
 
@@ -222,6 +243,8 @@ def build_model(
         fp8: of the linear layers; heads and embeddings stay in ``dtype``.
         recompute: whether training passes keep the inputs of layers alone, and compute the rest again.
         kernels: see `mrlhf.megatron.spec.choose_parts`.
+        moe_aux_loss_coef: of the load balancing loss (Switch Transformers, arXiv:2101.03961, eq. 4) that training
+            passes add to every mixture-of-experts layer, for each micro-batch; 0 leaves the router to the other losses.
 
     Returns:
         One stage, or one for each virtual pipeline stage in order.
@@ -229,7 +252,14 @@ def build_model(
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     virtual = sizes.virtual_pipeline_model_parallel_size
     config = transformer_config(
-        model, sizes, dtype=dtype, dropout=dropout, initialize=initialize, fp8=fp8, recompute=recompute
+        model,
+        sizes,
+        dtype=dtype,
+        dropout=dropout,
+        initialize=initialize,
+        fp8=fp8,
+        recompute=recompute,
+        moe_aux_loss_coef=moe_aux_loss_coef,
     )
     chunks: list[GPTModel] = []
     for stage in range(virtual or 1):

@@ -196,30 +196,52 @@ def block_spec(
     if fp8 is not None and not emulated and parts.layers != "transformer_engine":
         raise ConfigError(f"precision.fp8={fp8.format} needs Transformer Engine's layers, and this model has "
                           f"{parts.layers} ones; set precision.fp8_emulation=true")  # fmt: skip
-    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))
+    # Only Transformer Engine multiplies all experts of a rank at once; Megatron's own layers take them in turn.
+    config.moe_grouped_gemm = config.num_moe_experts is not None and parts.layers == "transformer_engine"
     if parts.layers == "transformer_engine":
-        layers = [_te_layer()] * count
         norm = _te_norm()
+        kinds = {experts: _te_layer(config, experts) for experts in set(_experts(config, numbers))}
+        layers = [kinds[experts] for experts in _experts(config, numbers)]
     else:
         norm = ApexNorm if parts.norm == "apex" else TorchNorm
-        plain = _local_layer(config, norm)
-        layers = [plain] * count
+        kinds = {experts: _local_layer(config, norm, experts) for experts in set(_experts(config, numbers))}
+        layers = [kinds[experts] for experts in _experts(config, numbers)]
         if fp8 is not None and groups is not None:
-            rounded = _with_fp8(_local_layer(config, norm), fp8, groups)
-            first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
-            numbers = range(first, first + count)
-            layers = [rounded if fp8.includes_layer(n, config.num_layers) else plain for n in numbers]
+            rounded = _with_fp8(_local_layer(config, norm, config.num_moe_experts), fp8, groups)
+            layers = [
+                rounded if fp8.includes_layer(n, config.num_layers) else plain
+                for n, plain in zip(numbers, layers, strict=True)
+            ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _te_layer() -> ModuleSpec:
-    layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec()
+def _experts(config: TransformerConfig, numbers: range) -> list[int | None]:
+    """The experts of each layer; None for a dense one."""
+    if config.num_moe_experts is None:
+        return [None] * len(numbers)
+    return [config.num_moe_experts if config.moe_layer_freq[number] else None for number in numbers]
+
+
+def _te_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=config.qk_layernorm
+    )
     layer.submodules.self_attention.module = CachedSelfAttention
     return layer
 
 
-def _local_layer(config: TransformerConfig, norm: Any) -> ModuleSpec:
-    layer: ModuleSpec = get_gpt_layer_local_spec(normalization=config.normalization)
+def _local_layer(config: TransformerConfig, norm: Any, experts: int | None) -> ModuleSpec:
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    if config.qk_layernorm:
+        layer.submodules.self_attention.submodules.q_layernorm = norm
+        layer.submodules.self_attention.submodules.k_layernorm = norm
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = CachedSelfAttention

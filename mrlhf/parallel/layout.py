@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from mrlhf.errors import ConfigError
 from mrlhf.planner import ParallelSizes
 
 GroupKind = Literal["tp", "cp", "dp", "pp", "mp", "replica", "tp_cp", "dp_cp", "tp_dp_cp", "embd"]
+ExpertGroupKind = Literal["ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp"]
 
 _MEMBERS: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -20,6 +22,23 @@ _MEMBERS: dict[str, tuple[str, ...]] = {
     "dp_cp": ("cp", "dp"),
     "tp_dp_cp": ("tp", "cp", "dp"),
 }
+
+_EXPERT_MEMBERS: dict[str, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "expt_tp": ("tp",),
+    "expt_dp": ("dp",),
+    "tp_ep": ("tp", "ep"),
+    "tp_ep_pp": ("tp", "ep", "pp"),
+}
+
+
+class ExpertCoordinates(NamedTuple):
+    """Place of a rank on each axis of the experts' grid; ``tp`` and ``dp`` are those of the experts."""
+
+    tp: int
+    ep: int
+    dp: int
+    pp: int
 
 
 class Coordinates(NamedTuple):
@@ -56,6 +75,27 @@ class RankGrid:
             places.append(place)
         return Coordinates(*places)
 
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """Where ``rank`` stands among the experts, the same ranks of a stage laid out as ETP x EP x their own DP."""
+        stage, place = divmod(rank, self.sizes.stage_ranks)
+        rest, tp = divmod(place, self.sizes.expert_tensor_size)
+        dp, ep = divmod(rest, self.sizes.expert_model_parallel_size)
+        return ExpertCoordinates(tp, ep, dp, stage)
+
+    def expert_groups(self, kind: ExpertGroupKind) -> list[list[int]]:
+        """As `groups`, of the experts' grid.
+
+        ``expt_tp`` ranks share one expert, ``ep`` ranks all experts, ``expt_dp`` ranks hold the same part of the same
+        experts; ``tp_ep`` and ``tp_ep_pp`` are unions.
+        """
+        places = [self.expert_coordinates(rank) for rank in range(self.sizes.world_size)]
+        return _partition(places, _EXPERT_MEMBERS[kind])
+
+    def joined_replicas(self) -> list[list[int]]:
+        """The data-parallel groups, cut into runs of replicas that share experts and make every pass together."""
+        count = self.sizes.joined_replicas
+        return [ranks[start : start + count] for ranks in self.groups("dp") for start in range(0, len(ranks), count)]
+
     def rank(self, coordinates: Coordinates) -> int:
         """The rank at a place; the inverse of `coordinates`."""
         rank, stride = 0, 1
@@ -72,13 +112,16 @@ class RankGrid:
         """
         if kind == "embd":
             return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.groups("pp")]
-        inside = _MEMBERS[kind]
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.sizes.world_size):
-            place = self.coordinates(rank)
-            outside = tuple(value for axis, value in zip(place._fields, place, strict=True) if axis not in inside)
-            members.setdefault(outside, []).append(rank)
-        return list(members.values())
+        return _partition([self.coordinates(rank) for rank in range(self.sizes.world_size)], _MEMBERS[kind])
+
+
+def _partition(places: Sequence[Coordinates | ExpertCoordinates], inside: tuple[str, ...]) -> list[list[int]]:
+    """Ranks that differ on the axes ``inside`` only, together; ``places`` are those of ranks 0, 1, ..."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        outside = tuple(value for axis, value in zip(place._fields, place, strict=True) if axis not in inside)
+        members.setdefault(outside, []).append(rank)
+    return list(members.values())
 
 
 def data_parallel_slice(rows: int, dp_rank: int, dp_size: int) -> slice:

@@ -16,6 +16,7 @@ from mrlhf.checkpoint.convert import DTYPES, is_megatron_folder, load_weights
 from mrlhf.checkpoint.hf import has_value_bias, read_model_config
 from mrlhf.checkpoint.random_init import draw_weights
 from mrlhf.checkpoint.safetensors_io import SafetensorsReader
+from mrlhf.checkpoint.transforms import TensorRanks
 from mrlhf.config_sections import AdamConfig, RunConfig
 from mrlhf.megatron import device
 from mrlhf.megatron.groups import ProcessGroupCollection, build_groups
@@ -163,8 +164,7 @@ def load_model(
         draw_weights(
             chunks,
             model,
-            tp_rank=layout.groups.tp.rank(),
-            tp_size=layout.groups.tp.size(),
+            ranks=TensorRanks.of(layout.groups),
             head=head,
             seed=job.config.seed,
         )

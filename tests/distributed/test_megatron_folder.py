@@ -113,6 +113,7 @@ def _peak_anonymous_growth(run: Any) -> int:
 
 def _memory(path: str, out: str) -> tuple[int, int, int]:
     from mrlhf.checkpoint.hf import export_hf, load_hf_weights
+    from mrlhf.checkpoint.transforms import TensorRanks
 
     torch.set_num_threads(1)
     config, groups, chunks = build_stages(path, 1, 2, None)
@@ -120,7 +121,7 @@ def _memory(path: str, out: str) -> tuple[int, int, int]:
         for param in chunk.parameters():
             param.data.zero_()  # pages of the parameters exist before the measurement
     size = sum(param.numel() * 4 for chunk in chunks for param in chunk.parameters())
-    load = _peak_anonymous_growth(lambda: load_hf_weights(chunks, config, path, tp_rank=0, tp_size=1))
+    load = _peak_anonymous_growth(lambda: load_hf_weights(chunks, config, path, ranks=TensorRanks(0, 1, 0, 1)))
     export = _peak_anonymous_growth(
         lambda: export_hf(chunks, config, out, source_folder=path, groups=groups, max_shard_size=64 * 2**20)
     )

@@ -93,7 +93,7 @@ VPP2 = "parallel.virtual_pipeline_model_parallel_size=2"
         (3, [], "train.batch_size 4 is not a multiple of DP 3"),
         (3, ["parallel.tensor_model_parallel_size=2"], "world size 3 is not a multiple of TP 2"),
         (2, ["parallel.context_parallel_size=2", "train.packing=true"], "context_parallel_size 2 exclude each other"),
-        (2, ["parallel.expert_model_parallel_size=2"], "expert_model_parallel_size 2 is not supported"),
+        (2, ["parallel.expert_model_parallel_size=2"], "a dense model has no experts to share over EP 2"),
         (2, [PP2, VPP2], "2 layers do not split into PP 2 x VPP 2"),
         (1, ["data.max_length=129"], "model: data.max_length 129 is over the model's length of 128; lower it"),
         (1, ["trainer.iterations=null", "optimizer.warmup_iterations=9"], "warmup_iterations 9 are over .* 3 steps"),

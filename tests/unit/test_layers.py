@@ -21,6 +21,7 @@ LAYERS = {
     "config_supervised": 0,
     "config_preferences": 0,
     "planner": 0,
+    "planner_experts": 0,
     "planning": 0,
     "model_config": 0,
     "types": 1,

@@ -116,12 +116,11 @@ def test_virtual_stages_need_a_pipeline_and_full_rounds() -> None:
     assert size_problems(plain, {"actor": TINY}, minibatch_size=6, micro_batch_size=2) == []
 
 
-def test_not_supported_yet() -> None:
+def test_context_parallel_widths() -> None:
     assert size_problems(ParallelSizes(2, context_parallel_size=2), {}) == []
     assert token_multiple(ParallelSizes(2, context_parallel_size=2)) == 4
     assert token_multiple(ParallelSizes(6, 2, context_parallel_size=3, sequence_parallel=True)) == 12
     assert token_multiple(ParallelSizes(2, context_parallel_size=2), 16) == 32
-    assert "expert_model_parallel_size 2" in only_problem(ParallelSizes(2, expert_model_parallel_size=2))
 
 
 def test_batches() -> None:

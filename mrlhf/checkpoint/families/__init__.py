@@ -6,10 +6,11 @@ A family is data. To add one, write a module beside `llama.py` with its `Family`
 from __future__ import annotations
 
 from mrlhf.checkpoint.families.llama import LLAMA, MISTRAL
+from mrlhf.checkpoint.families.moe import MIXTRAL, QWEN3_MOE
 from mrlhf.checkpoint.families.table import Entry, Family, Heads, Kind, Source, Weight, dimensions, expand
 from mrlhf.errors import CheckpointError
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN3_MOE)}
 
 __all__ = [
     "FAMILIES",

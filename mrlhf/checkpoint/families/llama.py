@@ -18,10 +18,10 @@ _MLP = "decoder.layers.{i}.mlp"
 _HF_ATTENTION = "model.layers.{i}.self_attn"
 _HF_MLP = "model.layers.{i}.mlp"
 
-_EMBEDDING = Entry(
+EMBEDDING = Entry(
     "embedding.word_embeddings.weight", "vocab", (Source("model.embed_tokens.weight", ("vocab", "hidden")),)
 )
-_LAYER = (
+ATTENTION = (
     Entry(
         "decoder.layers.{i}.input_layernorm.weight",
         "replicated",
@@ -58,6 +58,8 @@ _LAYER = (
         "replicated",
         (Source("model.layers.{i}.post_attention_layernorm.weight", ("hidden",)),),
     ),
+)
+DENSE_MLP = (
     Entry(
         f"{_MLP}.linear_fc1.weight",
         "gate_up",
@@ -80,14 +82,14 @@ _LAYER = (
         requires="mlp_bias",
     ),
 )
-_FINAL = (Entry("decoder.final_layernorm.weight", "replicated", (Source("model.norm.weight", ("hidden",)),)),)
-_HEADS = Heads(
+FINAL = (Entry("decoder.final_layernorm.weight", "replicated", (Source("model.norm.weight", ("hidden",)),)),)
+HEADS = Heads(
     lm=Source("lm_head.weight", ("vocab", "hidden")),
     value_weight=Source("score.weight", ("one", "hidden")),
     value_bias=Source("score.bias", ("one",)),
 )
 # Written by old releases of transformers; the frequencies follow from the configuration.
-_TOLERATED = (r".*rotary_emb\.inv_freq",)
+TOLERATED = (r".*rotary_emb\.inv_freq",)
 
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -127,13 +129,16 @@ def _rope(values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling]:
                 values.get("original_max_position_embeddings")
                 or rope.get("original_max_position_embeddings")
                 or values.get("max_position_embeddings")
-                or _LLAMA_DEFAULTS["max_position_embeddings"]
+                or LLAMA_DEFAULTS["max_position_embeddings"]
             ),
         )
     raise CheckpointError(f"{where}: {key} asks for RoPE scaling {kind!r}; supported: default, linear, llama3")
 
 
-def _read(values: Mapping[str, Any], where: str, family: str, defaults: Mapping[str, Any]) -> ModelConfig:
+def read_common(
+    values: Mapping[str, Any], where: str, family: str, defaults: Mapping[str, Any], **special: Any
+) -> ModelConfig:
+    """What the families of this shape have in common; ``special`` are further fields of the `ModelConfig`."""
     for key in _REQUIRED:
         if values.get(key) is None:
             raise CheckpointError(f"{where}: key {key!r} is missing")
@@ -178,10 +183,11 @@ def _read(values: Mapping[str, Any], where: str, family: str, defaults: Mapping[
         attention_output_bias=bool(get("attention_bias")),
         mlp_bias=bool(get("mlp_bias")),
         init_std=float(get("initializer_range")),
+        **special,
     )
 
 
-_LLAMA_DEFAULTS: dict[str, Any] = {
+LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "num_key_value_heads": None,
     "max_position_embeddings": 2048,
@@ -191,18 +197,18 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "mlp_bias": False,
     "initializer_range": 0.02,
 }
-_MISTRAL_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
 
 
 def read_llama(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Read a Llama ``config.json`` (already parsed); ``where`` is the file that errors name."""
-    return _read(values, where, "llama", _LLAMA_DEFAULTS)
+    return read_common(values, where, "llama", LLAMA_DEFAULTS)
 
 
 def read_mistral(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Read a Mistral ``config.json``; a sliding window shorter than the model's length is refused."""
     # MistralAttention has no biases, whatever the file says.
-    config = _read({**values, "attention_bias": False, "mlp_bias": False}, where, "mistral", _MISTRAL_DEFAULTS)
+    config = read_common({**values, "attention_bias": False, "mlp_bias": False}, where, "mistral", _MISTRAL_DEFAULTS)
     window = values.get("sliding_window", 4096)  # transformers' default where the key is absent; null means none
     if window is not None and int(window) < config.max_position_embeddings:
         raise CheckpointError(
@@ -217,21 +223,21 @@ LLAMA = Family(
     name="llama",
     lm_architecture="LlamaForCausalLM",
     value_architecture="LlamaForSequenceClassification",
-    embedding=_EMBEDDING,
-    layer=_LAYER,
-    final=_FINAL,
-    heads=_HEADS,
+    embedding=EMBEDDING,
+    layer=ATTENTION + DENSE_MLP,
+    final=FINAL,
+    heads=HEADS,
     read_config=read_llama,
-    tolerated=_TOLERATED,
+    tolerated=TOLERATED,
 )
 MISTRAL = Family(
     name="mistral",
     lm_architecture="MistralForCausalLM",
     value_architecture="MistralForSequenceClassification",
-    embedding=_EMBEDDING,
-    layer=_LAYER,
-    final=_FINAL,
-    heads=_HEADS,
+    embedding=EMBEDDING,
+    layer=ATTENTION + DENSE_MLP,
+    final=FINAL,
+    heads=HEADS,
     read_config=read_mistral,
-    tolerated=_TOLERATED,
+    tolerated=TOLERATED,
 )
