@@ -123,6 +123,12 @@ def load_sharded_weights(
     zero_padding(chunks, groups, vocab_size)
 
 
+def stand_by(folder: str | Path) -> None:
+    """Take part in other ranks' `load_sharded_weights`, in which all ranks of the world describe what they want."""
+    if (Path(folder) / "metadata.json").exists():
+        dist_checkpointing.load({}, str(folder), strict=StrictHandling.RETURN_ALL)
+
+
 def fill_weights(chunks: Sequence[Any], loaded: dict[str, Any], folder: str | Path, *, with_head: bool = True) -> None:
     """Copy what was loaded for `sharded_weights` into the stages. Raises `CheckpointError` for another set of names."""
     for chunk, state in zip(chunks, loaded.values(), strict=True):
