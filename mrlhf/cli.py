@@ -344,7 +344,7 @@ def _run(schema: type[C], module: str, config: str, overrides: list[str] | None,
         _print_on_first_rank(to_yaml(loaded))
         return None
     # Whoever has forgotten an option of the launcher reads it with the first thing that is wrong.
-    with explained(detect_launch(os.environ), loaded.parallel.sizes(1).model_parallel_size):
+    with explained(detect_launch(os.environ), loaded.smallest_world):
         check_files(loaded)
     status: int | None = importlib.import_module(module).run(loaded)
     return status

@@ -91,7 +91,7 @@ def plan(
     question = Question(
         config=loaded,
         models=read_models(loaded),
-        world_size=gpus or loaded.parallel.sizes(1).model_parallel_size,
+        world_size=gpus or loaded.smallest_world,
         hardware=table,
         efficiency=Efficiency(flops=efficiency),
         reserve=held_back,

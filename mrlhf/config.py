@@ -102,6 +102,8 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
     group, so that each launch is refused before any exists.
     """
     problems = layout_problems(config, world_size, models, max_response_length=config.longest_response)
+    if not config.ranks_of("actor", world_size):
+        raise ConfigError(join_problems("these sizes cannot work together:", problems))
     limit = config.ptx.max_length
     problems += [
         f"ptx.max_length {limit} is over the {role}'s length of {model.max_position_embeddings}; lower it"
@@ -110,7 +112,7 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
     ]
     if config.ptx.path is not None and config.ptx.batch_size is not None:
         ptx = size_problems(
-            config.parallel.sizes(world_size),
+            config.sizes_of("actor", world_size),
             {},
             minibatch_size=config.ptx.batch_size,
             micro_batch_size=config.ppo.micro_batch_size,
@@ -139,11 +141,14 @@ def layout_problems(
         max_response_length: of the longest response.
         training: False leaves the sizes of batches out.
     """
-    roles: dict[ParallelSizes, list[str]] = {config.parallel.sizes(world_size): []}
-    for role in models:
-        roles.setdefault(config.parallel_of(role).sizes(world_size), []).append(role)
+    places: dict[tuple[range, ParallelSizes], list[str]] = {}
     problems = vocabulary_problems(models)
-    for number, (sizes, members) in enumerate(roles.items()):
+    if not config.ranks_of("actor", world_size):
+        return [*problems, _no_actor_ranks(config, world_size)]
+    for role in ("actor", *models):
+        members = places.setdefault((config.ranks_of(role, world_size), config.sizes_of(role, world_size)), [])
+        members += [role] if role in models and role not in members else []
+    for number, ((ranks, sizes), members) in enumerate(places.items()):
         # The first layout shares out the prompts; minibatches are those of the models that are trained.
         batches: dict[str, Any] = {}
         if training and number == 0:
@@ -166,8 +171,22 @@ def layout_problems(
             **batches,
         )
         whose = "" if number == 0 else f"layout of {', '.join(members)}: "
+        if config.on_critic_ranks:
+            count = len(config.critic_ranks_of(world_size))
+            place = f"ranks {ranks.start} to {ranks.stop - 1} of {world_size}, critic_ranks {count}"
+            whose = f"{', '.join(members)} ({place}; world sizes are of these ranks): "
         problems += [f"{whose}{problem}" for problem in found if problem not in problems]
     return problems
+
+
+def _no_actor_ranks(config: PPOConfig, world_size: int) -> str:
+    count, needed = len(config.critic_ranks_of(10**9)), config.smallest_world
+    given = "critic_ranks" if config.critic_ranks else "placement split: one replica of critic and reward models:"
+    fewer = ", lower critic_ranks" if config.critic_ranks else ""
+    return (
+        f"{given} {count} of {world_size} ranks leave none for actor and reference; start {needed} ranks or "
+        f"more{fewer}, or set placement=colocated"
+    )
 
 
 def file_problems(config: RunConfig) -> list[str]:

@@ -46,6 +46,14 @@ class EvalConfig(PPOConfig):
         """Folders that must hold a model, by key; there is no critic."""
         return {key: path for key, path in super().model_folders().items() if key != "critic.path"}
 
+    @property
+    def on_critic_ranks(self) -> tuple[str, ...]:
+        """None: without a critic there is little to do at the same time, so that all models are on all ranks."""
+        return ()
+
+    def _placement_problems(self) -> list[str]:
+        return []
+
 
 class GenerateConfig(EvalConfig):
     """Everything that defines a generation; any configuration of a PPO run is one."""

@@ -5,6 +5,7 @@ The objects are frozen and refuse unknown keys. Read one with `mrlhf.config.load
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -48,7 +49,7 @@ class CriticConfig(Section):
         "auto", description="value head: the checkpoint's, a new one, or auto: the checkpoint's where it has one"
     )
     parallel: ParallelConfig | None = Field(
-        None, description="own layout on the same ranks, with parallel's keys; null: parallel"
+        None, description="own layout on the same ranks (see placement), with parallel's keys; null: parallel"
     )
 
 
@@ -205,6 +206,14 @@ class PPOConfig(RunConfig):
     critic: CriticConfig = Field(default_factory=CriticConfig, description="the value model")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="the frozen start")
     reward: RewardConfig = Field(description="the scores")
+    placement: Literal["colocated", "split"] = Field(
+        "colocated",
+        description="critic and reward models: colocated: on all ranks, beside the actor; split: on ranks of their "
+        "own, the last ones, which work while the actor's do",
+    )
+    critic_ranks: PositiveInt | None = Field(
+        None, description="placement split: ranks of critic and reward models; null: one replica of them"
+    )
     data: DataConfig = Field(description="the prompts")
     rollout: RolloutConfig = Field(description="sampling")
     ppo: PPOAlgorithmConfig = Field(description="the update")
@@ -238,6 +247,34 @@ class PPOConfig(RunConfig):
             models = [source for source in self.reward.sources if isinstance(source, RewardModelSource)]
             return models[int(role.removeprefix("reward") or 0)].parallel or self.parallel
         return self.parallel
+
+    @property
+    def on_critic_ranks(self) -> tuple[str, ...]:
+        """Roles of the models that ``placement: split`` puts on ranks of their own; the first one's layout is theirs.
+
+        Empty where it is ``colocated``.
+        """
+        if self.placement == "colocated":
+            return ()
+        rewards = tuple(f"reward{index}" for index in range(len(self.reward_model_paths)))
+        return ("critic", *rewards) if self.ppo.needs_critic else rewards
+
+    def critic_ranks_of(self, world_size: int) -> range:
+        """The ranks of those models: the last ones of the world; none where all are ``colocated``."""
+        roles = self.on_critic_ranks
+        replica = math.lcm(*(self.parallel_of(role).sizes(1).model_parallel_size for role in roles))
+        count = (self.critic_ranks or replica) if roles else 0
+        return range(max(world_size - count, 0), world_size)
+
+    def ranks_of(self, role: str, world_size: int) -> range:
+        """See `RunConfig`."""
+        theirs = self.critic_ranks_of(world_size)
+        return theirs if role in self.on_critic_ranks else range(theirs.start)
+
+    @property
+    def smallest_world(self) -> int:
+        """See `RunConfig`."""
+        return super().smallest_world + len(self.critic_ranks_of(10**9))
 
     @property
     def critic_path(self) -> str:
@@ -305,6 +342,7 @@ class PPOConfig(RunConfig):
                     f"optimizer.{role}.warmup_iterations {adam.warmup_iterations} are over "
                     f"trainer.iterations {self.trainer.iterations}{less}"
                 )
+        problems += self._placement_problems()
         if self.ptx.path is None:
             fields = type(self.ptx).model_fields
             given = [name for name, field in fields.items() if getattr(self.ptx, name) != field.default]
@@ -319,3 +357,18 @@ class PPOConfig(RunConfig):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _placement_problems(self) -> list[str]:
+        if self.placement == "colocated":
+            if self.critic_ranks is None:
+                return []
+            return [
+                f"critic_ranks {self.critic_ranks} has no meaning with placement colocated; set placement=split, or "
+                "leave it out"
+            ]
+        if self.on_critic_ranks:
+            return []
+        return [
+            f"placement split puts critic and reward models on ranks of their own, but ppo.advantage "
+            f"{self.ppo.advantage} needs no critic and reward.sources names no model; set placement=colocated"
+        ]

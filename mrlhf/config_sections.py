@@ -328,3 +328,16 @@ class RunConfig(Section):
     def with_derived_paths(self) -> Self:
         """The same configuration with the paths that follow from others written out."""
         return self.model_copy(update={"tokenizer": self.tokenizer.model_copy(update={"path": self.tokenizer_path})})
+    def ranks_of(self, role: str, world_size: int) -> range:
+        """The ranks that hold parts of a model: all of them, unless the run has placed it on some."""
+        return range(world_size)
+
+    def sizes_of(self, role: str, world_size: int) -> ParallelSizes:
+        """The layout of one model on its ranks."""
+        return self.parallel_of(role).sizes(len(self.ranks_of(role, world_size)))
+
+    @property
+    def smallest_world(self) -> int:
+        """Ranks without which there is no place for all models."""
+        return self.parallel.sizes(1).model_parallel_size
+

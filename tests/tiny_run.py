@@ -8,6 +8,7 @@ from typing import Any
 
 from mrlhf.config import load_config
 from mrlhf.config_schema import PPOConfig
+from mrlhf.trainer.critic_part import CriticTrainer
 from mrlhf.trainer.ppo import PPOTrainer, build_trainer
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
@@ -66,7 +67,7 @@ def make_config(inputs: Path, output: Path, *overrides: str) -> PPOConfig:
     return load_config(None, [*(f"{key}={value}" for key, value in base.items()), *overrides])
 
 
-def train(config: PPOConfig) -> PPOTrainer:
+def train(config: PPOConfig) -> PPOTrainer | CriticTrainer:
     """All of a run but leaving the process group, which belongs to the test."""
     trainer = build_trainer(config)
     trainer.train()

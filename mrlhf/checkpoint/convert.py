@@ -77,6 +77,12 @@ def load_weights(
     )
 
 
+def stand_by_load(path: str | Path) -> None:
+    """What a rank without a part of the model does while the others call `load_weights`."""
+    if is_megatron_folder(path):
+        stand_by(Path(path) / WEIGHTS)
+
+
 def conversion_sizes(model: ModelConfig, tp: int, pp: int, world_size: int) -> ParallelSizes:
     """Sizes of a conversion, checked before any process group exists; there are no replicas to convert twice."""
     if world_size != tp * pp:

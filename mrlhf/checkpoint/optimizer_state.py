@@ -75,9 +75,12 @@ def set_tensors(trainable: Trainable, tensors: Tensors) -> None:
 
 
 def counters(trainable: Trainable) -> dict[str, Any]:
-    """The plain numbers: Adam's step, the place in the schedule, the loss scale; all ranks of the world call this."""
+    """The plain numbers: Adam's step, the place in the schedule, the loss scale; all ranks of the model call this."""
     step = max((_step(optimizer.optimizer) for optimizer in _optimizers(trainable)), default=0)
-    found: dict[str, Any] = {"step": max(all_gather_objects(step)), "schedule": int(trainable.schedule.num_steps)}
+    found: dict[str, Any] = {
+        "step": max(all_gather_objects(step, trainable.groups.intra_dist_opt)),
+        "schedule": int(trainable.schedule.num_steps),
+    }
     for optimizer in _optimizers(trainable):
         if getattr(optimizer, "grad_scaler", None) is not None:
             saved = optimizer.grad_scaler.state_dict()

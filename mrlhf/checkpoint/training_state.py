@@ -94,9 +94,9 @@ def save_state(
 
     Args:
         folder: the same on all ranks.
-        models: by role.
-        averages: by name, each of one of ``models``.
-        common: values that JSON can hold, the same on all ranks.
+        models: by role, those that this rank has a part of.
+        averages: by name, each of one of ``models``; rank 0 has all of them.
+        common: values that JSON can hold; rank 0's are written.
         per_rank: anything that pickles, of this rank.
         layout: the parallel sizes, for `load_state` to compare and to name.
         optimizer: False leaves the optimizers out; the folder is then good for weights only.
@@ -108,11 +108,14 @@ def save_state(
         MrlhfError: on the rank whose own failure the others do not know of.
     """
     use_forked_results_queue()
+    described: dict[str, Any] = {}
+    for part in all_gather_objects({name: _describe(model, optimizer) for name, model in models.items()}):
+        described |= part
     description = {
         "format": FORMAT,
         "layout": dict(layout),
         "optimizer": optimizer,
-        "models": {name: _describe(model, optimizer) for name, model in models.items()},
+        "models": described,
         "averages": {name: average.model for name, average in averages.items()},
         "common": dict(common),
     }
@@ -206,7 +209,9 @@ def load_state(
             message has both values.
     """
     description = read_state(folder)
-    problems = _differences(description, models, {} if weights_only else averages, weights_only=weights_only)
+    own = _differences(description, models, {} if weights_only else averages, weights_only=weights_only)
+    # Ranks may have different models, and all must end.
+    problems = list(dict.fromkeys(problem for part in all_gather_objects(own) for problem in part))
     if problems:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(problems))
     same = description["layout"] == dict(layout) and not weights_only

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mrlhf.config_inference import EvalConfig
-from mrlhf.config_schema import RewardModelSource
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import ConfigError, MrlhfError
@@ -27,7 +26,7 @@ from mrlhf.trainer.inputs import (
     reward_functions,
     stop_ids,
 )
-from mrlhf.trainer.rollouts import Scorer
+from mrlhf.trainer.rollouts import ScoreGiver, Scorer
 
 
 def run(config: EvalConfig) -> None:
@@ -45,9 +44,7 @@ def run(config: EvalConfig) -> None:
     dataset = read_held_out(config, tokenizer, models.values())
     check_fields(functions, dataset)
     job = jobs.join(config, models, env)
-    sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
-    reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
-    scorer = Scorer(reward_models, functions, tokenizer, job.groups.replica, job.groups.intra_dist_opt)
+    scorer = Scorer(jobs.build_reward_models(job), functions, tokenizer, job.groups.replica, job.groups.intra_dist_opt)
     actor, reference = jobs.build_policy(job), jobs.build_reference(job)
     evaluation = build_evaluator(job, actor, reference, scorer, tokenizer, dataset).run()
     if dist.get_rank() == 0:
@@ -87,7 +84,7 @@ def build_evaluator(
     job: jobs.PPOJob,
     actor: PolicyModel,
     reference: PolicyModel,
-    scorer: Scorer,
+    scorer: ScoreGiver,
     tokenizer: Tokenizer,
     dataset: PromptDataset,
 ) -> Evaluator:

@@ -23,7 +23,7 @@ from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import GenerationRequest
 from mrlhf.rollout.sampling import SamplingParams
 from mrlhf.trainer.experience import add_masks
-from mrlhf.trainer.rollouts import Scorer, answered, counted_response
+from mrlhf.trainer.rollouts import ScoreGiver, answered, counted_response
 from mrlhf.types import RolloutBatch
 
 EVALUATION_FILES = ("eval.json", "eval_samples.jsonl")
@@ -76,7 +76,7 @@ class Evaluator:
         self,
         actor: PolicyModel,
         reference: PolicyModel,
-        scorer: Scorer,
+        scorer: ScoreGiver,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
         settings: EvaluationSettings,

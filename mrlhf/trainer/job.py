@@ -23,6 +23,7 @@ from mrlhf.megatron.groups import ProcessGroupCollection, build_groups
 from mrlhf.megatron.model import Head, build_model
 from mrlhf.megatron.optimizer import AdamSettings, Trainable
 from mrlhf.model_config import ModelConfig
+from mrlhf.parallel.bridge import Bridge
 from mrlhf.parallel.collectives import Group
 from mrlhf.parallel.launch import LaunchEnv, initialize
 from mrlhf.planner import ParallelSizes, token_multiple
@@ -41,6 +42,21 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Split:
+    """The two parts of a world in which critic and reward models have ranks of their own.
+
+    Attributes:
+        bridge: between the parts.
+        sizes: layouts of all models by role, the actor's among them.
+        critic_ranks: those of critic and reward models.
+    """
+
+    bridge: Bridge
+    sizes: Mapping[str, ParallelSizes]
+    critic_ranks: range
+
+
+@dataclass(frozen=True)
 class Job(Generic[C_co]):
     """This rank's part of a run, before any model exists."""
 
@@ -53,6 +69,8 @@ class Job(Generic[C_co]):
     dtype: torch.dtype
     own_layouts: Mapping[str, Layout] = field(default_factory=dict)
     """Of the models that have another one than ``sizes`` and ``groups``, by role."""
+    split: Split | None = None
+    """With parts of the world, ``sizes`` and ``groups`` are those of this rank's part; else they are the actor's."""
     weights: bool = True
     """False leaves the models' weights as they are built: a dry run reads none."""
 
@@ -76,10 +94,16 @@ class Job(Generic[C_co]):
 
     def described_layout(self) -> dict[str, Any]:
         """All parallel sizes, as a checkpoint names them."""
-        sizes = asdict(self.sizes)
-        for role, layout in self.own_layouts.items():
-            sizes |= {f"{role}.{key}": value for key, value in asdict(layout.sizes).items() if value != sizes[key]}
-        return sizes
+        if self.split is None:
+            sizes, others = asdict(self.sizes), {role: layout.sizes for role, layout in self.own_layouts.items()}
+        else:
+            sizes, others = asdict(self.split.sizes["actor"]), dict(self.split.sizes)
+        found = dict(sizes)
+        for role, other in others.items():
+            found |= {f"{role}.{key}": value for key, value in asdict(other).items() if value != sizes[key]}
+        if self.split is not None:
+            found["critic_ranks"] = len(self.split.critic_ranks)
+        return found
 
     @property
     def pad_to_multiple(self) -> int:
@@ -111,17 +135,24 @@ def join(config: C, models: dict[str, ModelConfig], env: LaunchEnv) -> Job[C]:
     timeout = timedelta(minutes=config.launch.timeout_minutes)
     if not dist.is_initialized():
         env = initialize(env, config.launch.backend, timeout)
-    sizes = config.parallel.sizes(env.world_size)
-    groups = build_groups(sizes, timeout)
+    places = {role: (config.ranks_of(role, env.world_size), config.sizes_of(role, env.world_size)) for role in models}
+    main = config.ranks_of("actor", env.world_size), config.sizes_of("actor", env.world_size)
+    made = {}
+    for ranks, sizes in (main, *places.values()):
+        if (ranks, sizes) not in made:
+            made[ranks, sizes] = build_groups(sizes, timeout, first=ranks.start)
+    split = None
+    if len({ranks for ranks, _ in made}) > 1:
+        rest = range(main[0].stop, env.world_size)
+        sizes_of = {"actor": main[1], **{role: sizes for role, (_, sizes) in places.items()}}
+        split = Split(Bridge(main[0], rest, timeout), sizes_of, rest)
+        if dist.get_rank() in rest:
+            # The first one's layout shares out the rows of this part.
+            main = next(place for place in places.values() if place[0] == rest)
+    groups, sizes = made[main], main[1]
     device.seed_rng_tracker(config.seed, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp_cp.rank())
-    made, own = {sizes: groups}, {}
-    for role in models:
-        wanted = config.parallel_of(role).sizes(env.world_size)
-        if wanted != sizes:
-            if wanted not in made:
-                made[wanted] = build_groups(wanted, timeout)
-            own[role] = Layout(wanted, made[wanted])
-    return Job(config, models, env, sizes, groups, device.device(), DTYPES[config.precision.dtype], own)
+    own = {role: Layout(place[1], made[place]) for role, place in places.items() if place != main}
+    return Job(config, models, env, sizes, groups, device.device(), DTYPES[config.precision.dtype], own, split)
 
 
 def load_model(

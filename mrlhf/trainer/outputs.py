@@ -249,5 +249,5 @@ def export_model(
         tokenizer=tokenizer.path,
         chat_template=tokenizer.chat_template,
     )
-    if dist.get_rank() == 0:
+    if dist.get_rank(model.groups.intra_dist_opt) == 0:
         print(f"{model.name} exported to {target}", file=sys.stderr)

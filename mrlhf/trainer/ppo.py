@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from mrlhf.config_schema import PPOConfig, RewardModelSource
+from mrlhf.config_schema import PPOConfig
 from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, shard
 from mrlhf.data.sft import SFTExample
 from mrlhf.data.stream import ExampleSet, ExampleStream
@@ -27,6 +28,7 @@ from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import ScoreSource
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.checkpointing import Checkpointer
+from mrlhf.trainer.critic_part import CriticTrainer
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.evaluate import build_evaluator
 from mrlhf.trainer.evaluation import Evaluator, write_evaluation
@@ -45,11 +47,12 @@ from mrlhf.trainer.loop import run_loop
 from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model
 from mrlhf.trainer.precision import kernel_lines
 from mrlhf.trainer.ptx import PTX
-from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows
+from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows, worst_of_ranks
 from mrlhf.trainer.rollouts import Sampler, Scorer
 from mrlhf.trainer.run_state import PPORunState
 from mrlhf.trainer.running import RunningMoments
 from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
+from mrlhf.trainer.split import Agreement, CriticRanks, Question, share_metrics
 from mrlhf.trainer.stopping import open_heartbeat, run_to_end
 from mrlhf.trainer.updates import Updater
 from mrlhf.types import RolloutBatch
@@ -70,8 +73,8 @@ def run(config: PPOConfig) -> int:
     return run_to_end(build_trainer(config), export=config.trainer.export)
 
 
-def build_trainer(config: PPOConfig) -> PPOTrainer:
-    """Read everything the configuration names, check it, join the other ranks and build the models.
+def build_trainer(config: PPOConfig) -> PPOTrainer | CriticTrainer:
+    """Read everything the configuration names, check it, join the other ranks and build this rank's models.
 
     Raises:
         MrlhfError: as `run`.
@@ -87,7 +90,10 @@ def build_trainer(config: PPOConfig) -> PPOTrainer:
     check_fields(functions, dataset, *([held_out] if held_out else []))
     texts = read_texts(config, tokenizer, models["actor"]) if config.ptx.path is not None else None
     check_output(config)
-    return PPOTrainer(jobs.start_job(config, models), tokenizer, dataset, functions, held_out, texts)
+    job = jobs.start_job(config, models)
+    if job.split is not None and not job.split.bridge.on_actor_ranks:
+        return CriticTrainer(job, tokenizer, dataset, functions, held_out)
+    return PPOTrainer(job, tokenizer, dataset, functions, held_out, texts)
 
 
 def check_output(config: PPOConfig) -> None:
@@ -100,7 +106,7 @@ def check_output(config: PPOConfig) -> None:
 
 
 class PPOTrainer:
-    """All of a run on this rank."""
+    """All of a run on this rank; under ``placement: split`` that of the ranks of actor and reference."""
 
     def __init__(
         self,
@@ -111,7 +117,7 @@ class PPOTrainer:
         held_out: PromptDataset | None = None,
         texts: ExampleSet[SFTExample] | None = None,
     ) -> None:
-        """Build the models: four, or three where the advantages need no critic.
+        """Build the models: four, or those that this rank is to have.
 
         Args:
             job: the world and its groups.
@@ -125,10 +131,10 @@ class PPOTrainer:
         self.job, self.config, self.tokenizer, self.dataset = job, config, tokenizer, dataset
         self.held_out = held_out
         self.actor: Actor = jobs.build_actor(job)
-        self.critic: Critic | None = jobs.build_critic(job) if config.ppo.needs_critic else None
+        self.critic: Critic | None = jobs.build_critic(job) if config.ppo.needs_critic and job.split is None else None
         self.reference: Reference = jobs.build_reference(job)
-        sources = [s for s in config.reward.sources if isinstance(s, RewardModelSource)]
-        reward_models = [(jobs.build_reward_model(job, i), s.weight) for i, s in enumerate(sources)]
+        reward_models = jobs.build_reward_models(job) if job.split is None else []
+        self.critic_ranks = self._meet_critic_ranks(job)
         self.heartbeat = open_heartbeat(config.output_dir, config.launch.timeout_minutes)
         everyone = job.groups.intra_dist_opt
         self.scorer = Scorer(reward_models, functions, tokenizer, job.groups.replica, everyone, self.heartbeat.alone)
@@ -146,7 +152,15 @@ class PPOTrainer:
         )
         self.ema = WeightAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema_decay is not None else None
         ptx = self._build_ptx(texts) if texts is not None else None
-        self.updater = Updater(self.actor, self.critic, update_settings(config), ptx=ptx, ema=self.ema)
+        self.timer: PhaseTimer | None = None
+        """Of the iteration at hand, or of the last one."""
+        other = None
+        if job.split is not None:
+            trains = "critic" if config.ppo.needs_critic else ""
+            other = Agreement(trains, texts=texts is not None)
+        self.updater = Updater(
+            self.actor, self.critic, update_settings(config), ptx=ptx, ema=self.ema, other=other, working=self._training
+        )
         self.kl_control: AdaptiveKL | None = None
         if config.ppo.kl_target is not None:
             self.kl_control = AdaptiveKL(config.ppo.kl_coef, target=config.ppo.kl_target, horizon=config.ppo.kl_horizon)
@@ -164,7 +178,8 @@ class PPOTrainer:
 
         self.evaluator: Evaluator | None = None
         if held_out is not None:
-            self.evaluator = build_evaluator(job, self.actor, self.reference, self.scorer, tokenizer, held_out)
+            scorer = self.critic_ranks or self.scorer
+            self.evaluator = build_evaluator(job, self.actor, self.reference, scorer, tokenizer, held_out)
         self.checkpoints = Checkpointer(job, config.trainer, PPORunState(self), iterations=config.trainer.iterations)
 
     def train(self) -> None:
@@ -190,6 +205,8 @@ class PPOTrainer:
         display.phase("evaluation")
         self.heartbeat.phase("evaluation")
         evaluation = self.evaluator.run()
+        if self.critic_ranks is not None:
+            self.critic_ranks.no_more_questions()
         if dist.get_rank() == 0:
             try:
                 write_evaluation(evaluation, self.held_out_samples, iteration=index)
@@ -197,7 +214,8 @@ class PPOTrainer:
                 display.message(f"warning: eval.json could not be written: {error}; the numbers are in the metrics")
             display.message(f"held out, after iteration {done}: {evaluation.summary()}")
             display.samples(evaluation.rows[: self.config.evaluation.samples_shown])
-        return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        metrics = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        return self._shared(metrics)
 
     def summary(self, first: int, begun: Mapping[str, float], last: Mapping[str, float]) -> str:
         """How far the mean score has come."""
@@ -210,7 +228,7 @@ class PPOTrainer:
     def iterate(self, iteration: int, display: Display) -> dict[str, float]:
         """One rollout and its updates; returns the metrics, complete on every rank."""
         self.heartbeat.iteration(iteration + 1)
-        timer = PhaseTimer(display, self.heartbeat)
+        timer = self.timer = PhaseTimer(display, self.heartbeat)
         with timer.phase("rollout"):
             samples = shard(
                 next(self.stream),
@@ -221,9 +239,11 @@ class PPOTrainer:
             batch, width, samples = self.sampler.sample(samples, iteration)
             batch = add_masks(batch, self.config.semantics, width)
         with timer.phase("inference"):
-            batch = self._infer(batch, samples)
+            batch = self._infer(batch, samples, width)
         shaping = self.shaping
         batch = gather_batch(add_advantages(batch, shaping, self.job.groups.dp), self.job.groups.dp)
+        if self.critic_ranks is not None and self.config.ppo.needs_critic:
+            self.critic_ranks.tell_returns(batch)
         warming_up = iteration < self.config.ppo.critic_warmup_iterations
         with timer.phase("train"):
             accumulator, steps = self.updater.run(batch, iteration, train_actor=not warming_up)
@@ -232,13 +252,29 @@ class PPOTrainer:
         reduced = {name: m.result() for name, m in all_reduce_metrics(accumulator.metrics()).items()}
         self._show_samples(iteration, batch, display)
         passes = len(steps) * self.config.ppo.minibatch_size / batch.size
-        metrics = iteration_metrics(batch, reduced, steps, timer.seconds(), passes=passes, epoch=self.stream.epoch)
+        measured = worst_of_ranks(timer.seconds())
+        metrics = iteration_metrics(batch, reduced, steps, measured, passes=passes, epoch=self.stream.epoch)
         metrics |= {"kl_coef": shaping.kl_coef, "score_clip_fraction": score_clip_fraction(batch, shaping)}
         if self.config.ppo.target_approx_kl is not None:
             metrics["early_stopped"] = float(not warming_up and any(step.actor is None for step in steps))
         if self.kl_control is not None and not warming_up:
             self.kl_control.update(metrics["kl_sequence"], batch.size)
-        return metrics | self._advance_rates(warming_up)
+        return self._shared(metrics | self._advance_rates(warming_up))
+
+    def _shared(self, metrics: dict[str, float]) -> dict[str, float]:
+        """``metrics`` as every rank has them, also those of the critic's ranks."""
+        if self.critic_ranks is None:
+            return metrics
+        return share_metrics(metrics if dist.get_rank() == 0 else {})
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Time of this rank's own work in the updates, where others work at the same time."""
+        if self.critic_ranks is None or self.timer is None:
+            yield
+            return
+        with self.timer.part("actor_train"):
+            yield
 
     @property
     def shaping(self) -> ShapingSettings:
@@ -298,26 +334,37 @@ class PPOTrainer:
             device=self.job.device,
         )
 
-    def _infer(self, batch: RolloutBatch, samples: list[Sample]) -> RolloutBatch:
-        inference = self.config.inference
+    def _meet_critic_ranks(self, job: jobs.PPOJob) -> CriticRanks | None:
+        """The other part of the world, if there is one, while it builds its models."""
+        if job.split is None:
+            return None
+        jobs.wait_for_critic_ranks(job)
+        count = job.config.evaluation.samples_per_prompt
+        return CriticRanks(job.split.bridge, job.groups.dp, evaluated_samples=count)
+
+    def _infer(self, batch: RolloutBatch, samples: list[Sample], width: int) -> RolloutBatch:
+        inference, config = self.config.inference, self.config
         cut = partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
-        batch = add_inference(
-            batch,
-            cut,
-            actor=self.actor,
-            reference=self.reference,
-            critic=self.critic,
-            temperature=self.config.rollout.temperature,
-        )
-        raw = scores = self.scorer.scores(batch, cut, samples)
-        if self.normalizer is not None:
-            scores = self.normalizer.normalize(raw, self.job.groups.dp)
-        return batch.replace(scores=scores, raw_scores=raw)
+        say = partial(add_inference, cut=cut, actor=self.actor, reference=self.reference)
+        say = partial(say, critic=self.critic, temperature=config.rollout.temperature)
+        if self.critic_ranks is None or self.timer is None:
+            batch = say(batch)
+            batch = batch.replace(raw_scores=self.scorer.scores(batch, cut, samples))
+        else:
+            wanted = Question(config.ppo.needs_critic, config.rollout.samples_per_prompt, width)
+            self.critic_ranks.ask(batch, wanted)
+            with self.timer.part("actor_inference"):
+                batch = say(batch)
+            batch = self.critic_ranks.answer(batch)
+        scores = batch.raw_scores
+        if self.normalizer is not None and scores is not None:
+            scores = self.normalizer.normalize(scores, self.job.groups.dp)
+        return batch.replace(scores=scores)
 
     def announce(self, display: Display) -> None:
         """Say how the run is laid out, and what it reads."""
         parts, *warnings = kernel_lines(self.config, self.job.models, trained=jobs.TRAINED)
-        for line in (f"{self.job.env.launcher}: {self.job.sizes.describe()}; {parts}", *warnings):
+        for line in (f"{self.job.env.launcher}: {jobs.described_places(self.job)}; {parts}", *warnings):
             display.message(line)
         data = self.dataset
         left_out = {"malformed lines skipped": data.skipped, "over-long prompts dropped": data.dropped}

@@ -8,9 +8,10 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
+from mrlhf.checkpoint.convert import stand_by_load
 from mrlhf.checkpoint.hf import read_head
 from mrlhf.config import check_run, layout_problems
-from mrlhf.config_schema import PPOConfig
+from mrlhf.config_schema import PPOConfig, RewardModelSource
 from mrlhf.config_sections import AdamConfig
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.megatron.optimizer import Trainable
@@ -72,7 +73,7 @@ def check_job(config: PPOConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
             together.
     """
     env = detect_launch(os.environ)
-    with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
+    with explained(env, config.smallest_world):
         check_run(config, env.world_size, models)
     _check_precision(config, models, env, trained=TRAINED)
     return env
@@ -94,7 +95,7 @@ def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> PPOJob:
 def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_response_length: int) -> LaunchEnv:
     """`check_job` for a run without training, whose batch sizes are not looked at."""
     env = detect_launch(os.environ)
-    with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
+    with explained(env, config.smallest_world):
         problems = layout_problems(
             config, env.world_size, models, max_response_length=max_response_length, training=False
         )
@@ -140,6 +141,40 @@ def build_reward_model(job: PPOJob, index: int) -> RewardModel:
     name = f"reward{index}"
     chunks = load_model(job, name, job.config.reward_model_paths[index], "value", head_init="loaded")
     return _at_home(job, RewardModel(name, job.models[name], chunks, job.layout_of(name).groups))
+
+
+def build_reward_models(job: PPOJob) -> list[tuple[RewardModel, float]]:
+    """All of them, with their weights."""
+    sources = [source for source in job.config.reward.sources if isinstance(source, RewardModelSource)]
+    return [(build_reward_model(job, index), source.weight) for index, source in enumerate(sources)]
+
+
+def wait_for_critic_ranks(job: PPOJob) -> None:
+    """On the actor's ranks, at the place where those of critic and reward models build theirs."""
+    for role in job.config.on_critic_ranks:
+        stand_by_load(job.config.critic_path if role == "critic" else _reward_path(job, role))
+
+
+def wait_for_actor_ranks(job: PPOJob) -> None:
+    """On the ranks of critic and reward models, at the place where the others build actor and reference."""
+    for path in (job.config.actor.path, job.config.reference_path):
+        stand_by_load(path)
+
+
+def described_places(job: PPOJob) -> str:
+    """The layout in one line; of both parts where critic and reward models have ranks of their own."""
+    if job.split is None:
+        return job.sizes.describe()
+    theirs, critics = job.split.critic_ranks, ", ".join(job.config.on_critic_ranks)
+    main = job.split.sizes[job.config.on_critic_ranks[0]]
+    return (
+        f"actor, reference on ranks 0-{theirs.start - 1}: {job.split.sizes['actor'].describe()}; {critics} on ranks "
+        f"{theirs.start}-{theirs.stop - 1}: {main.describe()}"
+    )
+
+
+def _reward_path(job: PPOJob, role: str) -> str:
+    return job.config.reward_model_paths[int(role.removeprefix("reward"))]
 
 
 def _at_home(job: PPOJob, model: R) -> R:

@@ -85,7 +85,7 @@ def precision_problems(
         )
     for role, model in models.items():
         if fp8_for(config, role, trained=role in trained):
-            problems += model_problems(fp8, role, model, config.parallel_of(role).sizes(env.world_size))
+            problems += model_problems(fp8, role, model, config.sizes_of(role, env.world_size))
     return problems
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,8 @@ class PhaseTimer:
         self._display, self._heartbeat = display, heartbeat
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
+        """Name, begin and end of each part, in seconds since the epoch."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -47,6 +49,17 @@ class PhaseTimer:
             torch.cuda.synchronize()
         self._seconds[name] = time.perf_counter() - start
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add up the time of something within a phase that is done several times, or by some ranks only."""
+        start = time.time()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        end = time.time()
+        self.spans.append((name, start, end))
+        self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+
     def seconds(self) -> dict[str, float]:
         """Seconds by phase, and of the whole iteration so far."""
         return {**self._seconds, "iteration": time.perf_counter() - self._start}
@@ -56,7 +69,7 @@ def iteration_metrics(
     batch: RolloutBatch,
     reduced: dict[str, float],
     steps: list[Step],
-    seconds: dict[str, float],
+    measured: Mapping[str, float],
     *,
     passes: float,
     epoch: int,
@@ -67,23 +80,32 @@ def iteration_metrics(
         batch: rows of all ranks with all fields.
         reduced: metrics of the losses after the reduction over ranks.
         steps: in order.
-        seconds: by phase.
+        measured: of `worst_of_ranks`.
         passes: how often each row was trained on.
         epoch: passes over the prompts so far.
     """
     sources = {name: value for name, value in reduced.items() if name.startswith("score/")}
     metrics = {**_batch_metrics(batch), **sources, **_loss_metrics(reduced, steps)}
-    # Ranks disagree about time and memory; the slowest and the largest count.
-    worst = {f"time_{name}": Metric("max", value, 1.0) for name, value in seconds.items()}
-    worst["peak_memory_gib"] = Metric("max", peak_memory_bytes() / 2**30, 1.0)
-    measured = {name: metric.result() for name, metric in all_reduce_metrics(worst).items()}
     tokens = float(batch.lengths.sum())
     responses = float(batch.response_lengths.sum())
-    measured["rollout_tokens_per_second"] = responses / measured["time_rollout"]
-    measured["inference_tokens_per_second"] = tokens / measured["time_inference"]
-    measured["train_tokens_per_second"] = tokens * passes / measured["time_train"]
-    measured["tokens_per_second"] = tokens / measured["time_iteration"]
-    return {**metrics, **measured, "epoch": float(epoch)}
+    rates = {
+        "rollout_tokens_per_second": responses / measured["time_rollout"],
+        "inference_tokens_per_second": tokens / measured["time_inference"],
+        "train_tokens_per_second": tokens * passes / measured["time_train"],
+        "tokens_per_second": tokens / measured["time_iteration"],
+    }
+    return {**metrics, **measured, **rates, "epoch": float(epoch)}
+
+
+def worst_of_ranks(seconds: Mapping[str, float]) -> dict[str, float]:
+    """``time_...`` and memory: ranks disagree, so the slowest and the largest count; all ranks of the job call this.
+
+    Args:
+        seconds: by phase.
+    """
+    worst = {f"time_{name}": Metric("max", value, 1.0) for name, value in seconds.items()}
+    worst["peak_memory_gib"] = Metric("max", peak_memory_bytes() / 2**30, 1.0)
+    return {name: metric.result() for name, metric in all_reduce_metrics(worst).items()}
 
 
 def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,13 @@ def counted_response(tokens: list[int], semantics: Semantics, pad_id: int, stop_
     if semantics == "deepspeed_chat" and tokens[-1] == pad_id and pad_id in stop_ids:
         return tokens[:-1]
     return tokens
+
+
+class ScoreGiver(Protocol):
+    """Whoever gives rows their scores."""
+
+    def scores(self, batch: RolloutBatch, cut: Cut, samples: Sequence[Sample]) -> torch.Tensor:
+        """``[B]`` fp32 on every rank of the replica; raises `RewardError` on every rank."""
 
 
 class Scorer:

@@ -29,7 +29,7 @@ class PPORunState:
     def models(self) -> dict[str, SavedModel]:
         """Actor and critic, as far as there are both."""
         trainer = self.trainer
-        return _saved(trainer.actor, *([trainer.critic] if trainer.critic is not None else []))
+        return saved_models(trainer.actor, *([trainer.critic] if trainer.critic is not None else []))
 
     def averages(self) -> dict[str, Average]:
         """The actor's, if there is one."""
@@ -112,7 +112,7 @@ class SupervisedRunState:
 
     def models(self) -> dict[str, SavedModel]:
         """The trained one."""
-        return _saved(self.trainer.model)
+        return saved_models(self.trainer.model)
 
     def averages(self) -> dict[str, Average]:
         """None."""
@@ -161,7 +161,8 @@ def model_marks(folders: Mapping[str, str]) -> dict[str, str]:
     return {key: known[path] for key, path in folders.items()}
 
 
-def _saved(*models: TrainedModel) -> dict[str, SavedModel]:
+def saved_models(*models: TrainedModel) -> dict[str, SavedModel]:
+    """Trained models by role, as checkpoints take them."""
     return {model.name: SavedModel(model.trainable, model.config) for model in models}
 
 

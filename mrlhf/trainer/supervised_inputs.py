@@ -49,7 +49,7 @@ def check_job(config: SupervisedConfig, models: dict[str, ModelConfig]) -> Launc
         for role, model in models.items()
         if longest is not None and longest > model.max_position_embeddings
     ]
-    with explained(env, config.parallel.sizes(env.world_size).model_parallel_size):
+    with explained(env, config.smallest_world):
         masked = isinstance(config, RewardTrainingConfig) and config.reward.loss == "deepspeed_chat"
         problems += _context_problems(config, masked)
         if problems:

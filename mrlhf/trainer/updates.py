@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -118,6 +119,19 @@ class Step(NamedTuple):
         return all(update.updated for update in self.updates.values())
 
 
+class OtherPart(Protocol):
+    """The ranks that train the other one of actor and critic, see `mrlhf.trainer.split`."""
+
+    trains: str
+    """What they train: ``actor``, ``critic``, or nothing."""
+
+    def agree(self, own: Mapping[str, Gradients], stop: bool) -> tuple[dict[str, Gradients], bool]:
+        """Gradients of both parts by model, and whether the actor stops; all ranks of the job call this together."""
+
+    def agree_on_texts(self, own: Update | None) -> Update | None:
+        """The step on texts after the actor's one, where the run makes any; all ranks of the job call this together."""
+
+
 class Updater:
     """Runs the updates of an iteration.
 
@@ -127,27 +141,33 @@ class Updater:
 
     def __init__(
         self,
-        actor: Actor,
+        actor: Actor | None,
         critic: Critic | None,
         settings: UpdateSettings,
         *,
         ptx: PTX | None = None,
         ema: WeightAverage | None = None,
+        other: OtherPart | None = None,
+        working: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Keep references.
 
         Args:
-            actor: is trained.
-            critic: is trained beside it, where the advantages need one.
+            actor: is trained; None where other ranks do it.
+            critic: is trained beside it, where the advantages need one; None also where other ranks do it.
             settings: see `UpdateSettings`.
             ptx: steps on texts.
             ema: average of the actor.
+            other: the ranks that train the other one of the two.
+            working: entered while this rank computes, and does not wait for the others.
         """
         self.actor = actor
         self.critic = critic
         self.settings = settings
         self.ptx = ptx
         self.ema = ema
+        self.other = other
+        self.working = working
         self.bad_steps = 0
         """Steps in a row, up to the last one, whose gradients were not finite."""
 
@@ -183,7 +203,7 @@ class Updater:
                 iteration=iteration,
                 epoch=epoch,
             ):
-                if not train_actor and self.critic is None:
+                if not train_actor and not self._trains_critic:
                     return metrics, steps
                 step, stop = self._step(batch, rows, metrics, train_actor=train_actor, first=not steps)
                 self.bad_steps = count_skipped(
@@ -201,35 +221,56 @@ class Updater:
         self, batch: RolloutBatch, rows: list[int], metrics: MetricAccumulator, *, train_actor: bool, first: bool
     ) -> tuple[Step, bool]:
         """The step on one minibatch, and whether the actor has come too far from where it sampled."""
-        settings = self.settings
-        policy = value = None
-        mine, plan, denominator = share_minibatch(self.actor, batch, rows, settings)
-        if train_actor:
-            policy = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
-        if self.critic is not None:
-            if self.critic.home is not None:
-                mine, plan, denominator = share_minibatch(self.critic, batch, rows, settings)
-            value = self.critic.value_gradients(
-                mine, plan, settings.value_clip, denominator, settings.policy.fixed_length
-            )
-        if policy is not None and self.actor.counts_metrics:
+        with self.working():
+            policy, value = self._gradients(batch, rows, train_actor=train_actor)
+        if policy is not None and self.actor is not None and self.actor.counts_metrics:
             metrics.add(policy.metrics, "policy/")
             metrics.add(_ratio_error(policy.metrics) if first else {})
         if value is not None and self.critic is not None and self.critic.counts_metrics:
             metrics.add(value.metrics, "value/")
         stop = policy is not None and self._too_far(policy)
-        policy = None if stop else policy
+        made = {"actor": None if stop else policy, "critic": value}
+        found = {name: gradients for name, gradients in made.items() if gradients is not None}
+        if self.other is not None:
+            found, stop = self.other.agree(found, stop)
         # One without the other would pair a policy with values of another one.
-        finite = all(gradients.finite for gradients in (policy, value) if gradients is not None)
-        actor = self.actor.apply(policy, finite) if policy is not None else None
-        critic = self.critic.apply(value, finite) if self.critic is not None and value is not None else None
-        return Step(actor, critic, self._after_the_actor(metrics) if actor is not None else None), stop
+        finite = all(gradients.finite for gradients in found.values())
+        with self.working():
+            actor = _applied(self.actor, found.get("actor"), finite)
+            critic = _applied(self.critic, found.get("critic"), finite)
+            texts = self._after_the_actor(metrics) if actor is not None else None
+        if self.other is not None and actor is not None:
+            texts = self.other.agree_on_texts(texts)
+        return Step(actor, critic, texts), stop
+
+    @property
+    def _trains_critic(self) -> bool:
+        return self.critic is not None or (self.other is not None and self.other.trains == "critic")
+
+    def _gradients(
+        self, batch: RolloutBatch, rows: list[int], *, train_actor: bool
+    ) -> tuple[Gradients | None, Gradients | None]:
+        """Of the actor and the critic, as far as this rank trains them in this step."""
+        settings = self.settings
+        policy = value = None
+        shared = share_minibatch(self.actor, batch, rows, settings) if self.actor is not None else None
+        if train_actor and self.actor is not None and shared is not None:
+            mine, plan, denominator = shared
+            policy = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
+        if self.critic is not None:
+            if shared is None or self.critic.home is not None:
+                shared = share_minibatch(self.critic, batch, rows, settings)
+            mine, plan, denominator = shared
+            value = self.critic.value_gradients(
+                mine, plan, settings.value_clip, denominator, settings.policy.fixed_length
+            )
+        return policy, value
 
     def _after_the_actor(self, metrics: MetricAccumulator) -> Update | None:
         update = None
         if self.ptx is not None:
             update = self.ptx.step()
-            if self.actor.counts_metrics:
+            if self.ptx.actor.counts_metrics:
                 metrics.add(update.metrics, "ptx/")
         if self.ema is not None:
             self.ema.update()
@@ -237,11 +278,20 @@ class Updater:
 
     def _too_far(self, policy: Gradients) -> bool:
         target = self.settings.target_approx_kl
-        if target is None:
+        if target is None or self.actor is None:
             return False
         mine = {"kl": policy.metrics["approx_kl_k3"]} if self.actor.counts_metrics else {}
-        # Every rank comes to the same answer; NaN is left to the check of the gradients.
-        return all_reduce_metrics(mine)["kl"].result() > target
+        # Every rank of the actor comes to the same answer; NaN is left to the check of the gradients.
+        return all_reduce_metrics(mine, self.actor.groups.intra_dist_opt)["kl"].result() > target
+
+
+def _applied(model: TrainedModel | None, gradients: Gradients | None, wanted: bool) -> Update | None:
+    """The step on ``gradients``; without a model it is made by other ranks."""
+    if gradients is None:
+        return None
+    if model is not None:
+        return model.apply(gradients, wanted)
+    return Update(wanted, gradients.norm, {}, gradients.scale_exhausted)
 
 
 def _ratio_error(policy: dict[str, Metric]) -> dict[str, Metric]:
