@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from mrlhf.cli_options import ConfigArgument, Overrides, read_config, report_console
-from mrlhf.config import PPOConfig, check_run
+from mrlhf.config import PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.launch_env import detect_launch
+from mrlhf.planning.from_config import check_job
 
 
 def dryrun(
@@ -40,7 +41,7 @@ def dryrun(
     from mrlhf.cli_plan import read_models
 
     models = read_models(loaded)
-    check_run(loaded, world_size, models)
+    check_job(loaded, world_size, models)
     ranks = parse_ranks(rank, world_size)
     from mrlhf.dryrun.report import as_values, print_report
     from mrlhf.dryrun.run import Lengths, default_lengths, dry_run

@@ -17,6 +17,7 @@ from mrlhf.config_sections import RunConfig
 from mrlhf.config_supervised import SFTConfig
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.parallel.launch import detect_launch
+from mrlhf.planning.fp8 import hardware_problems
 from mrlhf.planning.from_config import MeanLengths, head_of, role_paths
 from mrlhf.planning.hardware import Efficiency, find_hardware, parse_bytes, with_own_numbers
 from mrlhf.planning.mend import mends
@@ -85,6 +86,12 @@ def plan(
         network=network,
         gpus_per_node=gpus_per_node,
     )
+    precision = loaded.precision
+    if precision.fp8 is not None and not precision.fp8_emulation:
+        formats = [name for name, has in (("fp8", "fp8" in table.flops), ("mxfp8", table.mxfp8)) if has]
+        problems = hardware_problems(precision.fp8_recipe, table.name, formats)
+        if problems:
+            raise ConfigError(join_problems("the GPUs of --hardware cannot run this:", problems))
     held_back = 0 if reserve == "0" else int(parse_bytes(reserve, "--reserve"))
     if held_back >= table.memory:
         raise ConfigError(f"--reserve {reserve} leaves nothing of {table.memory:.0f} bytes; lower it")

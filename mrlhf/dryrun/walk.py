@@ -32,6 +32,7 @@ from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.experience import add_advantages, add_masks
 from mrlhf.trainer.job import Job, join
+from mrlhf.trainer.precision import fp8_for
 from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
 from mrlhf.trainer.updates import share_minibatch
 from mrlhf.types import RolloutBatch, round_up
@@ -63,20 +64,22 @@ def walk_rank(
     """
     # Building makes cycles that would keep tensors alive in the account.
     gc.collect()
-    plain = without_fp8(config)
     with fake_world(rank, world_size) as env, quiet():
-        job = replace(join(plain, dict(models), env), weights=False)
+        job = replace(join(without_fp8(config), dict(models), env), weights=False)
         layouts = [job.groups, *(layout.groups for layout in job.own_layouts.values())]
         stage_ranks = {r for groups in layouts for r in dist.get_process_group_ranks(groups.pp)}
         names = {key: name for groups in reversed(layouts) for key, name in group_names(groups).items()}
         world = FakeWorld(Traffic(names, stage_ranks))
         with world:
-            return _Walk(job, world, config.precision.token_multiple, lengths, every_micro_batch).run(rank, passes)
+            return _Walk(job, world, config, lengths, every_micro_batch).run(rank, passes)
 
 
 def without_fp8(config: PPOConfig) -> PPOConfig:
-    """The configuration with linear layers in the run's dtype: FP8 kernels need a GPU even to be asked for a shape."""
-    if config.precision.fp8 is None:
+    """The configuration with linear layers in the run's dtype: FP8 kernels need a GPU even to be asked for a shape.
+
+    Emulated FP8 has no kernels of its own and stays.
+    """
+    if config.precision.fp8 is None or config.precision.fp8_emulation:
         return config
     precision = type(config.precision)(dtype=config.precision.dtype)
     return config.model_copy(update={"precision": precision})
@@ -86,11 +89,13 @@ class _Walk:
     """The state of a walk."""
 
     def __init__(
-        self, job: Job[PPOConfig], world: FakeWorld, multiple: int, lengths: Lengths, every_micro_batch: bool
+        self, job: Job[PPOConfig], world: FakeWorld, config: PPOConfig, lengths: Lengths, every_micro_batch: bool
     ) -> None:
         self.job, self.config, self.world, self.lengths = job, job.config, world, lengths
         self.every = every_micro_batch
-        self.multiple = multiple
+        # What FP8 asks of rows and passes holds although its layers are walked in the run's dtype.
+        self.asked = config
+        self.pad_to_multiple = replace(job, config=config).pad_to_multiple
         self.phases: dict[str, Phase] = {}
         self.parts: dict[str, Part] = {}
         self.kv_cache = 0
@@ -129,11 +134,16 @@ class _Walk:
             empty_tensors(model.trainable)
             gc.collect()
             self.world.peak = max(peak, self.world.live)
+        fp8 = fp8_for(self.asked, role, trained=isinstance(model, TrainedModel))
         for chunk in model.chunks:
-            setattr(chunk, "token_multiple", self.multiple)  # noqa: B010
+            setattr(chunk, "token_multiple", fp8.token_multiple if fp8 is not None else 1)  # noqa: B010
         gc.collect()
         named = {f"{i}.{name}": p for i, chunk in enumerate(model.chunks) for name, p in chunk.named_parameters()}
         weights = sum(p.numel() * p.element_size() for p in named.values())
+        # Scales and histories of emulated FP8.
+        buffers = sum(
+            b.untyped_storage().nbytes() for c in model.chunks for b in c.buffers() if b.dtype.is_floating_point
+        )
         gradients = 0
         if isinstance(model, TrainedModel):
             buffers = {getattr(p, "main_grad").untyped_storage() for p in named.values()}  # noqa: B009
@@ -144,7 +154,7 @@ class _Walk:
             layers=len(layer_numbers(model.chunks)),
             weights=weights,
             gradients=gradients,
-            optimizer=max(self.world.live - before - weights - gradients, 0) if gradients else 0,
+            optimizer=max(self.world.live - before - weights - gradients - buffers, 0) if gradients else 0,
         )
         return model
 
@@ -188,9 +198,12 @@ class _Walk:
     def _rows(self) -> RolloutBatch:
         count = self.config.rows_per_iteration // self.job.dp_size
         prompt, response = [ORDINARY] * self.lengths.prompt, [ORDINARY] * self.lengths.response
-        multiple = self.job.pad_to_multiple * self.multiple
         batch = RolloutBatch.from_sequences(
-            [prompt] * count, [response] * count, pad_id=STOP, pad_to_multiple=multiple, truncated=[True] * count
+            [prompt] * count,
+            [response] * count,
+            pad_id=STOP,
+            pad_to_multiple=self.pad_to_multiple,
+            truncated=[True] * count,
         )
         return add_masks(batch, self.config.semantics, self.lengths.response)
 

@@ -20,6 +20,7 @@ from mrlhf.config_sections import FP8_TOKENS, Fp8Recipe
 from mrlhf.megatron.fp8_scaling import AmaxAlgorithm, DelayedScales
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes
+from mrlhf.planning.fp8 import layer_problems
 
 WAY_OUT = "set precision.fp8_emulation=true to round to FP8 values in ordinary kernels, or precision.fp8=null"
 
@@ -133,34 +134,9 @@ def environment_problems(
 
 def model_problems(fp8: Fp8, role: str, model: ModelConfig, sizes: ParallelSizes) -> list[str]:
     """Why the layers of ``model`` cannot be in FP8 under ``sizes``; the vocabulary is not in FP8, any size will do."""
-    problems = []
-    ends, layers = fp8.first_last_layers_bf16, model.num_layers
-    per_stage = layers // sizes.pipeline_model_parallel_size
-    if ends and 2 * ends >= layers:
-        problems.append(
-            f"{role}: precision.fp8_first_last_layers_bf16 {ends} leaves none of {layers} layers in FP8; lower it"
-        )
-    elif ends > per_stage and not fp8.emulated:
-        problems.append(
-            f"{role}: precision.fp8_first_last_layers_bf16 {ends} is over the {per_stage} layers of a pipeline stage, "
-            "which Megatron refuses; lower it, or use fewer stages"
-        )
-    if fp8.emulated:
-        return problems
-    tp, multiple = sizes.tensor_model_parallel_size, fp8.token_multiple
-    widths = {
-        "hidden_size": model.hidden_size,
-        "attention heads x head_dim / TP": model.num_attention_heads * model.head_dim // tp,
-        "key-value heads x head_dim / TP": max(model.num_query_groups // tp, 1) * model.head_dim,
-        "ffn_hidden_size / TP": model.ffn_hidden_size // tp,
-    }
-    problems += [
-        f"{role}: {name} is {width}, and FP8 products ({fp8.recipe}) take multiples of {multiple}; "
-        "use a smaller TP, or leave this model out of precision.fp8_roles"
-        for name, width in widths.items()
-        if width % multiple
-    ]
-    return problems
+    return layer_problems(
+        role, model, sizes, recipe=fp8.recipe, bf16_ends=fp8.first_last_layers_bf16, emulated=fp8.emulated
+    )
 
 
 def token_multiple(chunk: Any) -> int:

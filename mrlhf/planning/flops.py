@@ -12,11 +12,15 @@ from mrlhf.planning.job import Job, Role, Rollout, Rows
 from mrlhf.planning.parameters import StageParameters
 
 
+def linear(stage: StageParameters, tokens: float) -> float:
+    """Of ``tokens`` through the linear layers of a rank, the part that FP8 can compute."""
+    return 2.0 * stage.layers * stage.layer.matrices * tokens
+
+
 def layers_forward(role: Role, stage: StageParameters, rows: Rows) -> float:
     """Of a micro-batch through the layers of a rank."""
     c = role.sizes.context_parallel_size
-    linear = 2.0 * stage.layers * stage.layer.matrices * rows.tokens / c
-    return linear + rows.count * _attention(role, stage, float(rows.width) ** 2) / c
+    return linear(stage, rows.tokens / c) + rows.count * _attention(role, stage, float(rows.width) ** 2) / c
 
 
 def head_forward(role: Role, stage: StageParameters, rows: Rows) -> float:
@@ -44,15 +48,15 @@ def training(job: Job, role: Role, stage: StageParameters, rows: Rows) -> float:
 
 def prefill(role: Role, stage: StageParameters, rollout: Rollout, rows: float) -> float:
     """Of the prompts of ``rows`` rows, without their padding; logits of the last token alone."""
-    linear = 2.0 * stage.layers * stage.layer.matrices * rollout.mean_prompt
-    return rows * (linear + _attention(role, stage, float(rollout.mean_prompt) ** 2) + 2.0 * stage.output)
+    prompt = rollout.mean_prompt
+    return rows * (linear(stage, prompt) + _attention(role, stage, float(prompt) ** 2) + 2.0 * stage.output)
 
 
 def decode(role: Role, stage: StageParameters, rollout: Rollout, rows: float) -> float:
     """Of all further tokens of ``rows`` rows: ``2 N T_r + 2 L a d (2 T_p T_r + T_r^2) / t + 2 h V_pad T_r / t``."""
     prompt, response = rollout.mean_prompt, max(rollout.mean_response - 1, 0)
-    linear = 2.0 * (stage.layers * stage.layer.matrices + stage.output) * response
-    return rows * (linear + _attention(role, stage, 2.0 * prompt * response + float(response) ** 2))
+    matrices = linear(stage, response) + 2.0 * stage.output * response
+    return rows * (matrices + _attention(role, stage, 2.0 * prompt * response + float(response) ** 2))
 
 
 def _attention(role: Role, stage: StageParameters, squares: float) -> float:

@@ -14,8 +14,12 @@ from mrlhf.config_supervised import SupervisedConfig
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes, size_problems, token_multiple
+from mrlhf.planning.fp8 import layer_problems
 from mrlhf.planning.job import Job, Role, Rollout, Rows
 from mrlhf.planning.parameters import Head
+
+TRAINED = ("actor", "critic", "model")
+"""Roles with an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,32 @@ def head_of(config: RunConfig, role: str) -> Head:
     return "value" if value else "lm"
 
 
+def fp8_role(config: RunConfig, role: str) -> str:
+    """The name in ``precision.fp8_roles`` of a run's model: the trained one of SFT and DPO is an actor."""
+    if role != "model":
+        return role.rstrip("0123456789")
+    return "reward" if isinstance(config, RewardTrainingConfig) else "actor"
+
+
 def check_job(config: RunConfig, world_size: int, models: Mapping[str, ModelConfig]) -> None:
     """Raise one `ConfigError` with everything about the sizes that cannot work, as the run itself would."""
+    _check_sizes(config, world_size, models)
+    precision, problems = config.precision, []
+    for role, model in models.items():
+        if precision.fp8_in(fp8_role(config, role), trained=role in TRAINED):
+            problems += layer_problems(
+                role,
+                model,
+                role_sizes(config, role, world_size),
+                recipe=precision.fp8_recipe,
+                bf16_ends=precision.fp8_first_last_layers_bf16,
+                emulated=precision.fp8_emulation,
+            )
+    if problems:
+        raise ConfigError(join_problems("these models cannot be in FP8:", problems))
+
+
+def _check_sizes(config: RunConfig, world_size: int, models: Mapping[str, ModelConfig]) -> None:
     if isinstance(config, PPOConfig):
         check_run(config, world_size, models)
         return
@@ -99,17 +127,16 @@ def _role(config: RunConfig, name: str, model: ModelConfig, world_size: int, *, 
         head_of(config, name),
         trained=trained,
         average=average,
-        fp8=precision.fp8_in("actor" if name == "model" else name, trained=trained) and not precision.fp8_emulation,
+        fp8=precision.fp8_in(fp8_role(config, name), trained=trained) and not precision.fp8_emulation,
         bf16_ends=precision.fp8_first_last_layers_bf16,
+        fp8_recipe=precision.fp8_recipe,
+        fp8_history=precision.fp8_amax_history_len,
         recompute=trained and config.parallel_of(name).recompute,
     )
 
 
 def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: int, means: MeanLengths) -> Job:
-    roles = tuple(
-        _role(config, name, models[name], world_size, trained=name in ("actor", "critic"))
-        for name in role_paths(config)
-    )
+    roles = tuple(_role(config, name, models[name], world_size, trained=name in TRAINED) for name in role_paths(config))
     multiple = _width_multiple(config, roles)
     response = config.rollout.max_response_length
     prompt = config.data.max_prompt_length
@@ -152,7 +179,7 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
 def _supervised_job(
     config: SupervisedConfig, models: Mapping[str, ModelConfig], world_size: int, means: MeanLengths
 ) -> Job:
-    roles = tuple(_role(config, name, models[name], world_size, trained=name == "model") for name in role_paths(config))
+    roles = tuple(_role(config, name, models[name], world_size, trained=name in TRAINED) for name in role_paths(config))
     multiple = _width_multiple(config, roles)
     longest = config.data.max_length or min(model.max_position_embeddings for model in models.values())
     length = _mean(means.response, longest, "--response-length", "data.max_length")

@@ -25,6 +25,7 @@ class Hardware:
         link: bytes per second to the GPUs of the same machine.
         network: bytes per second to other machines.
         gpus_per_node: GPUs of one machine.
+        mxfp8: whether it multiplies FP8 blocks with scales of their own (Blackwell).
         source: where the numbers are from.
     """
 
@@ -35,6 +36,7 @@ class Hardware:
     link: float = 0.0
     network: float = 0.0
     gpus_per_node: int = 8
+    mxfp8: bool = False
     source: str = ""
 
     def peak(self, dtype: Dtype, *, fp8: bool = False) -> float:
@@ -106,6 +108,7 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=8e12,
         link=900e9,
         network=50e9,
+        mxfp8=True,
         source="NVIDIA HGX B200 and DGX B200 data sheets: 2,250 TFLOPS BF16 and 4,500 FP8 dense, 1,440 GB a machine of "
         "8 GPUs, 8 TB/s, NVLink 1.8 TB/s; one 400 Gb/s adapter a GPU",
     ),

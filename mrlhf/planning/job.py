@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from mrlhf.config_sections import Fp8Recipe
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes
 from mrlhf.planning.parameters import Head, StageParameters, stage_parameters
@@ -29,6 +30,8 @@ class Role:
         average: whether an fp32 average of its weights is kept.
         fp8: whether its linear layers compute in FP8.
         bf16_ends: layers at either end that do not.
+        fp8_recipe: where the scales of FP8 come from.
+        fp8_history: steps whose largest values delayed scales remember.
         value_bias: whether its value head has a bias.
         recompute: whether its layers are computed again in the backward pass instead of kept.
     """
@@ -41,6 +44,8 @@ class Role:
     average: bool = False
     fp8: bool = False
     bf16_ends: int = 0
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    fp8_history: int = 1024
     value_bias: bool = False
     recompute: bool = False
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from mrlhf.planning import activations
+from mrlhf.planning import activations, fp8
 from mrlhf.planning.job import Job, Role, Rollout
 from mrlhf.planning.parameters import StageParameters
 
@@ -25,9 +25,10 @@ PHASES = ("rollout", "inference", "train", "optimizer", "save")
 
 @dataclass(frozen=True)
 class Persistent:
-    """Bytes of one model that are there in every phase."""
+    """Bytes of one model that are there in every phase; ``fp8`` are the copies of `mrlhf.planning.fp8`."""
 
     weights: int = 0
+    fp8: int = 0
     gradients: int = 0
     optimizer: int = 0
     average: int = 0
@@ -35,7 +36,7 @@ class Persistent:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weights + self.gradients + self.optimizer + self.average
+        return self.weights + self.fp8 + self.gradients + self.optimizer + self.average
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class PhaseBytes:
 
     Attributes:
         weights: of all models, in the run's dtype.
+        fp8: copies of weights and their scales.
         gradients: fp32 buffers of the trained models.
         optimizer: moments and fp32 copies.
         average: the weight average (``ppo.ema_decay``).
@@ -55,6 +57,7 @@ class PhaseBytes:
     """
 
     weights: int = 0
+    fp8: int = 0
     gradients: int = 0
     optimizer: int = 0
     average: int = 0
@@ -75,20 +78,17 @@ class PhaseBytes:
 
 
 def persistent(job: Job, role: Role, index: int) -> Persistent:
-    """What ``role`` holds on pipeline rank ``index`` for the whole run.
-
-    Transformer Engine keeps an FP8 copy of each weight of the linear layers, and its transpose for the backward pass
-    (Hopper's FP8 products need both orders); a frozen model needs the copy alone.
-    """
+    """What ``role`` holds on pipeline rank ``index`` for the whole run."""
     stage, e = role.stages[index], job.element_bytes
     count = stage.total
-    weights = count * e + role.fp8_layers(index) * stage.layer.matrices * (2 if role.trained else 1)
+    copies = fp8.weight_bytes(role, index)
     if not role.trained:
-        return Persistent(weights=weights)
+        return Persistent(weights=count * e, fp8=copies)
     share = role.sizes.data_parallel_size * role.sizes.context_parallel_size if job.distributed_optimizer else 1
     states = optimizer_bytes_per_parameter(job)
     return Persistent(
-        weights=weights,
+        weights=count * e,
+        fp8=copies,
         gradients=4 * count,
         optimizer=-(-states * count // share),
         average=4 * count if role.average else 0,
@@ -116,9 +116,7 @@ def kv_cache_bytes(job: Job, role: Role, rollout: Rollout, layers: int) -> int:
 def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
     """Bytes of each phase on a rank that holds ``stages`` (role -> pipeline rank)."""
     kept = [persistent(job, role, stages[role.name]) for role in job.roles]
-    base = {
-        name: sum(getattr(part, name) for part in kept) for name in ("weights", "gradients", "optimizer", "average")
-    }
+    base = {field.name: sum(getattr(part, field.name) for part in kept) for field in fields(Persistent)}
     found: dict[str, PhaseBytes] = {}
     share = -(-job.rows // job.sizes.data_parallel_size)
     own = share * job.row_slots * job.row_bytes

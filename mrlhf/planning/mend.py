@@ -46,7 +46,7 @@ class Mend:
 
 
 def mends(question: Question) -> list[Mend]:
-    """Changes that make ``question`` fit, fastest first: single ones, or if none does, a combination of several.
+    """Changes that make ``question`` fit, fastest first: single ones, and a combination if none does on these GPUs.
 
     Empty when it fits already, and when nothing that is tried helps.
     """
@@ -55,9 +55,10 @@ def mends(question: Question) -> list[Mend]:
         return []
     chains = list(_chains(question))
     single = [mend for chain in chains if (mend := _first_that_fits(question, chain))]
-    if not single:
-        combined = _combined(question, chains, now)
-        single = [combined] if combined else []
+    if all(mend.change.world_size for mend in single):
+        same = [chain for chain in chains if not any(change.world_size for change in chain)]
+        combined = _combined(question, same, now) or (None if single else _combined(question, chains, now))
+        single += [combined] if combined else []
     return sorted(single, key=lambda mend: mend.seconds)
 
 
@@ -128,6 +129,8 @@ def _chains(question: Question) -> Iterator[list[Change]]:
         yield [Change({key: value}) for value in _halves(question.get(key))]
     if question.has(RECOMPUTE) and question.get(RECOMPUTE) is False:
         yield [Change({RECOMPUTE: True})]
+    if question.config.precision.fp8 is not None:
+        yield [Change({"precision.fp8": None})]
     if question.config.precision.dtype == "fp32":
         yield [Change({"precision.dtype": "bf16"})]
     yield [Change(_layout(t * k, p, question)) for k in (2, 4, 8) if t * k <= question.hardware.gpus_per_node]

@@ -62,6 +62,7 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
         "kind": job.kind,
         "layout": {**asdict(job.sizes), "data_parallel_size": job.sizes.data_parallel_size},
         "precision": job.dtype,
+        "fp8": next((role.fp8_recipe for role in job.roles if role.fp8), None),
         "distributed_optimizer": job.distributed_optimizer,
         "recompute": any(role.recompute for role in job.roles),
         "batches": _batches(job),

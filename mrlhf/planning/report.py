@@ -10,6 +10,7 @@ from rich.text import Text
 
 PARTS = {
     "weights": "weights",
+    "fp8": "FP8 copies",
     "gradients": "gradients (fp32)",
     "optimizer": "optimizer",
     "average": "weight average",
@@ -19,7 +20,14 @@ PARTS = {
     "rows": "rows",
     "buffers": "buffers",
 }
-TIMES = ("compute", "launch", "tensor", "pipeline", "bubble", "data", "other")
+KEPT = {
+    "weights": "weights",
+    "fp8": "FP8 copies",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "average": "average",
+}
+TIMES = ("compute", "launch", "tensor", "context", "pipeline", "bubble", "data", "other")
 
 
 def print_plan(plan: dict[str, Any], console: Console) -> None:
@@ -72,7 +80,7 @@ def _headline(plan: dict[str, Any], console: Console) -> None:
     if layout["virtual_pipeline_model_parallel_size"]:
         text += f", {layout['virtual_pipeline_model_parallel_size']} virtual stages a rank"
     text += ", sequence parallel" if layout["sequence_parallel"] else ""
-    text += f", {plan['precision']}"
+    text += f", {plan['precision']}" + (f", FP8 ({plan['fp8']})" if plan["fp8"] else "")
     text += ", distributed optimizer" if plan["distributed_optimizer"] else ""
     text += ", layers recomputed" if plan["recompute"] else ""
     console.print(Text(text, style="bold"))
@@ -136,13 +144,13 @@ def _shown(plan: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _persistent(name: str, ranks: dict[str, Any]) -> Table:
-    table = _table(
-        f"Models on the {name}", "role", "layers", "parameters", "weights", "gradients", "optimizer", "average", "total"
-    )
+    parts = [key for key in KEPT if any(model[key] for model in ranks["models"].values())]
+    table = _table(f"Models on the {name}", "role", "layers", "parameters", *(KEPT[key] for key in parts), "total")
     for role, model in ranks["models"].items():
-        cells = [size(model[key]) for key in ("weights", "gradients", "optimizer", "average", "total")]
-        table.add_row(role, str(model["layers"]), f"{model['parameters']:,}", *cells)
-    table.add_row("all", "", "", "", "", "", "", size(ranks["persistent"]), style="bold")
+        cells = [size(model[key]) if model[key] else "" for key in parts]
+        table.add_row(role, str(model["layers"]), f"{model['parameters']:,}", *cells, size(model["total"]))
+    sums = [size(sum(model[key] for model in ranks["models"].values())) for key in parts]
+    table.add_row("all", "", "", *sums, size(ranks["persistent"]), style="bold")
     return table
 
 

@@ -15,6 +15,7 @@ from mrlhf.planning import flops
 from mrlhf.planning.hardware import Efficiency, Hardware
 from mrlhf.planning.job import Job, Role, Rollout, Rows
 from mrlhf.planning.memory import PREFILL_TOKENS, checkpoint_bytes
+from mrlhf.planning.parameters import StageParameters
 from mrlhf.planning.traffic import Traffic, generation_traffic, pass_traffic, step_traffic
 
 
@@ -26,6 +27,7 @@ class Seconds:
         compute: matrix products and attention, or reading weights and cache where that takes longer.
         launch: what launching kernels adds where layers are shorter than that.
         tensor: tensor-parallel communication.
+        context: keys and values of context-parallel ranks.
         pipeline: messages between stages.
         bubble: waiting of the slowest stage for the pipeline to fill and to drain.
         data: gradients and weights over data-parallel ranks.
@@ -35,6 +37,7 @@ class Seconds:
     compute: float = 0.0
     launch: float = 0.0
     tensor: float = 0.0
+    context: float = 0.0
     pipeline: float = 0.0
     bubble: float = 0.0
     data: float = 0.0
@@ -106,21 +109,24 @@ class Clock:
 
     def _prefill(self, role: Role, index: int, rollout: Rollout, rows: int, groups: int) -> Seconds:
         stage, job = role.stages[index], self.job
-        work = self._compute(role, index, flops.prefill(role, stage, rollout, rows))
+        linear = flops.linear(stage, rows * rollout.mean_prompt)
+        work = self._compute(role, index, flops.prefill(role, stage, rollout, rows), linear)
         traffic = generation_traffic(job, role, index, rows * rollout.mean_prompt / groups, rows / groups) * groups
         return self._with_launch(work, stage.layers * groups) + self._communication(role, traffic)
 
     def _decode_step(self, role: Role, index: int, rollout: Rollout, rows: int, active: float, steps: int) -> Seconds:
         stage, job = role.stages[index], self.job
         t, e = role.sizes.tensor_model_parallel_size, job.element_bytes
-        # The embedding is looked up, not read.
+        # The embedding is looked up, not read. FP8 layers read their copies of one byte.
         weights = (stage.layers * stage.layer.total + stage.output) * e
+        weights -= role.fp8_layers(index) * stage.layer.matrices * (e - 1)
         context = rollout.mean_prompt + steps / 2
         keys = 2 * stage.layers * max(role.model.num_query_groups // t, 1) * role.model.head_dim * e * active * context
         # A batch that has lost rows copies the keys and values of those that go on before it reads them.
         keys *= 3 if active < rows else 1
         reading = (weights + keys) / (self.hardware.bandwidth * self.efficiency.bandwidth)
-        work = max(self._compute(role, index, flops.decode(role, stage, rollout, rows) / steps), reading)
+        linear = flops.linear(stage, active)
+        work = max(self._compute(role, index, flops.decode(role, stage, rollout, rows) / steps, linear), reading)
         traffic = generation_traffic(job, role, index, max(active, 1.0), max(active, 1.0))
         return self._with_launch(work, stage.layers) + self._communication(role, traffic)
 
@@ -128,7 +134,7 @@ class Clock:
         count = math.ceil(math.ceil(self.job.rows / role.sizes.data_parallel_size) / rows.count)
         stages = role.stages
         passes = [
-            self._with_launch(self._compute(role, i, flops.forward(role, stage, rows)), stage.layers)
+            self._with_launch(self._forward(role, i, stage, rows), stage.layers)
             + self._communication(role, pass_traffic(self.job, role, i, rows, backward=False))
             for i, stage in enumerate(stages)
         ]
@@ -140,7 +146,8 @@ class Clock:
         factor = 4 if role.recompute else 3
         passes = []
         for index, stage in enumerate(role.stages):
-            work = self._compute(role, index, flops.training(self.job, role, stage, rows))
+            linear = factor * flops.linear(stage, rows.tokens / role.sizes.context_parallel_size)
+            work = self._compute(role, index, flops.training(self.job, role, stage, rows), linear)
             traffic = pass_traffic(self.job, role, index, rows, backward=True)
             passes.append(self._with_launch(work, factor * stage.layers) + self._communication(role, traffic))
         return self._pipelined(role, passes, count)
@@ -162,12 +169,17 @@ class Clock:
         reading = touched / (self.hardware.bandwidth * self.efficiency.bandwidth)
         return self._communication(role, step_traffic(self.job, role, index)) + Seconds(other=reading)
 
-    def _compute(self, role: Role, index: int, operations: float) -> float:
-        layers, fp8 = role.stages[index].layers, role.fp8_layers(index)
-        share = fp8 / layers if layers else 0.0
-        slow = operations * (1 - share) / self.hardware.peak(self.job.dtype)
-        fast = operations * share / self.hardware.peak(self.job.dtype, fp8=True)
-        return (slow + fast) / self.efficiency.flops
+    def _forward(self, role: Role, index: int, stage: StageParameters, rows: Rows) -> float:
+        linear = flops.linear(stage, rows.tokens / role.sizes.context_parallel_size)
+        return self._compute(role, index, flops.forward(role, stage, rows), linear)
+
+    def _compute(self, role: Role, index: int, operations: float, linear: float) -> float:
+        """Seconds of ``operations``, of which ``linear`` are of the linear layers and so may be in FP8."""
+        layers = role.stages[index].layers
+        fast = linear * role.fp8_layers(index) / layers if layers else 0.0
+        slow = operations - fast
+        peak = self.hardware.peak
+        return (slow / peak(self.job.dtype) + fast / peak(self.job.dtype, fp8=True)) / self.efficiency.flops
 
     def _with_launch(self, work: float, layers: int) -> Seconds:
         return Seconds(compute=work, launch=max(layers * self.efficiency.layer_seconds - work, 0.0))
@@ -182,7 +194,8 @@ class Clock:
         pipeline = self._link(stage * sizes.pipeline_model_parallel_size)
         context = self._link(t * c)
         return Seconds(
-            tensor=traffic.tensor / near[0] + traffic.tensor_calls * near[1] + traffic.context / context[0],
+            tensor=traffic.tensor / near[0] + traffic.tensor_calls * near[1],
+            context=traffic.context / context[0] + traffic.context_calls * context[1],
             pipeline=traffic.pipeline / pipeline[0] + traffic.pipeline_calls * pipeline[1],
             data=traffic.data / data[0] + traffic.data_calls * data[1],
         )

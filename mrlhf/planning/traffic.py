@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrlhf.planning import fp8
 from mrlhf.planning.job import Job, Role, Rows
 from mrlhf.planning.parameters import StageParameters
 
@@ -26,6 +27,7 @@ class Traffic:
     tensor_calls: float = 0.0
     pipeline_calls: float = 0.0
     data_calls: float = 0.0
+    context_calls: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
         """Both together."""
@@ -57,16 +59,33 @@ def pass_traffic(job: Job, role: Role, index: int, rows: Rows, *, backward: bool
         calls = stage.layers * ((4.0 if split else 2.0) * passes + (2 if split and backward else 0))
         extra = _ends(stage, index, role, split=split, backward=backward)
         count, calls = count + extra[0], calls + extra[1]
-    tensor = count * half
+    tensor = (count - fp8.gathers_saved(role, index, e, backward=backward)) * half
+    calls += _amax_calls(role, index, backward=backward)
     if t > 1 and stage.final_norm and role.head == "lm":
-        tensor += ring(t, t * (4 if job.entropy and backward else 3) * 4.0 * rows.count * rows.wanted)
+        tensor += ring(t, t * (4 if job.entropy and backward else 3) * 4.0 * rows.count * rows.wanted / c)
         calls += 1
     pipeline, messages = _borders(job, role, index, rows, backward=backward)
-    context = 0.0
+    context = context_calls = 0.0
     if c > 1:
         keys = 2 * max(role.model.num_query_groups // t, 1) * role.model.head_dim * rows.tokens * e
-        context = stage.layers * ring(c, float(keys)) * (2 if backward else 1)
-    return Traffic(tensor=tensor, tensor_calls=calls, pipeline=pipeline, pipeline_calls=messages, context=context)
+        # Transformer Engine's ring passes keys and values around, and backwards once more beside their gradients; our
+        # own attention gathers them, and scatters the sums of their gradients.
+        passes = 1 + backward * (2 if job.transformer_engine else 1) + (backward and role.recompute)
+        context = stage.layers * ring(c, float(keys)) * passes
+        context_calls = stage.layers * passes * (c - 1.0 if job.transformer_engine else 2.0)
+    return Traffic(
+        tensor=tensor,
+        tensor_calls=calls,
+        pipeline=pipeline,
+        pipeline_calls=messages,
+        context=context,
+        context_calls=context_calls,
+    )
+
+
+def _amax_calls(role: Role, index: int, *, backward: bool) -> float:
+    found = fp8.amax_reductions(role, index)
+    return float(found.training if backward else found.forward) if found else 0.0
 
 
 def _ends(stage: StageParameters, index: int, role: Role, *, split: bool, backward: bool) -> tuple[float, float]:
@@ -132,6 +151,8 @@ def generation_traffic(job: Job, role: Role, index: int, tokens: float, rows: fl
         if stage.final_norm:
             # Maximum, sum and choice of a token: three small collectives of a number a row.
             calls += 3
+        count -= fp8.gathers_saved(role, index, e, backward=False)
+        calls += _amax_calls(role, index, backward=False)
     messages = float(index < p - 1) + float(p > 1)
     size = (tokens * h * e / role.sequence_split) * (index < p - 1) + (8.0 * rows if p > 1 else 0.0)
     return Traffic(tensor=count * half, tensor_calls=calls, pipeline=size, pipeline_calls=messages)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mrlhf.checkpoint.convert import DTYPES
-from mrlhf.config_preferences import RewardTrainingConfig
 from mrlhf.config_sections import PrecisionConfig, RunConfig
 from mrlhf.errors import ConfigError
 from mrlhf.megatron import device
@@ -16,6 +15,7 @@ from mrlhf.megatron.fp8 import Fp8, environment_problems, model_problems
 from mrlhf.megatron.spec import available_parts, transformer_engine_version, wrong_apex
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.launch import LaunchEnv
+from mrlhf.planning.from_config import fp8_role
 
 
 def fp8_of(precision: PrecisionConfig) -> Fp8 | None:
@@ -31,13 +31,6 @@ def fp8_of(precision: PrecisionConfig) -> Fp8 | None:
         first_last_layers_bf16=precision.fp8_first_last_layers_bf16,
         emulated=precision.fp8_emulation,
     )
-
-
-def fp8_role(config: RunConfig, role: str) -> str:
-    """The name in ``precision.fp8_roles`` of a run's model: the trained one of SFT and DPO is an actor."""
-    if role != "model":
-        return role.rstrip("0123456789")
-    return "reward" if isinstance(config, RewardTrainingConfig) else "actor"
 
 
 def fp8_for(config: RunConfig, role: str, *, trained: bool) -> Fp8 | None:

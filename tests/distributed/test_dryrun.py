@@ -15,7 +15,8 @@ from tests.tiny_run import make_config, make_inputs
 PROMPT, RESPONSE = 5, 4
 TP2, PP2 = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
 SP, VPP2 = "parallel.sequence_parallel=true", "parallel.virtual_pipeline_model_parallel_size=2"
-DISTRIBUTED = "optimizer.distributed=true"
+CP2, DISTRIBUTED = "parallel.context_parallel_size=2", "optimizer.distributed=true"
+FP8 = ["precision.fp8=hybrid", "precision.fp8_emulation=true"]
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_pp2_sp": (4, [TP2, PP2, SP]),
@@ -26,6 +27,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "distributed_bf16_tp2": (4, [TP2, DISTRIBUTED, "precision.dtype=bf16"]),
     "vpp2": (2, [PP2, VPP2, "ppo.micro_batch_size=1"]),
     "vpp2_tp2_sp": (4, [PP2, VPP2, TP2, SP, "ppo.micro_batch_size=1"]),
+    "cp2": (2, [CP2]),
+    "cp2_tp2_sp_distributed": (4, [CP2, TP2, SP, DISTRIBUTED]),
+    "fp8_tp2_sp": (2, [TP2, SP, *FP8]),
+    "fp8_delayed_tp2": (2, [TP2, *FP8, "precision.fp8_recipe=delayed"]),
+    "fp8_delayed_cp2": (2, [CP2, *FP8, "precision.fp8_recipe=delayed"]),
     "own_layout": (2, [TP2, "critic.parallel.tensor_model_parallel_size=1"]),
 }
 QUICK = ("pp2",)

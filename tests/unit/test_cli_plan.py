@@ -39,7 +39,13 @@ def answer(*arguments: str, status: int = 0) -> dict[str, Any]:
 def test_the_example_fits_and_says_so() -> None:
     result = plan(EXAMPLE, "--gpus", "32", "--gpu-memory", "80GB")
     assert result.exit_code == 0, result.output
-    for text in ("TP 8 x PP 4 x DP 1, sequence parallel, bf16", "70,553,706,496", "47.60 GiB", "FITS.", "NVIDIA H100"):
+    for text in (
+        "TP 8 x PP 4 x DP 1, sequence parallel, bf16, FP8",
+        "70,553,706,496",
+        "54.19 GiB",
+        "FITS.",
+        "NVIDIA H100",
+    ):
         assert text in result.output
 
 
@@ -52,7 +58,7 @@ def numbers(value: Any) -> set[float]:
 
 
 def test_json_holds_every_number_of_the_text() -> None:
-    arguments = (EXAMPLE, "ppo.micro_batch_size=2", "--gpus", "32", "--gpu-memory", "60GB", "--search", "--top", "3")
+    arguments = (EXAMPLE, "ppo.micro_batch_size=2", "--gpus", "32", "--gpu-memory", "66GB", "--search", "--top", "3")
     text = plan(*arguments).output
     known = numbers(answer(*arguments))
     units = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "P": 1e15, "T": 1e12, "G": 1e9}
@@ -70,7 +76,7 @@ def test_json_holds_every_number_of_the_text() -> None:
 def test_what_does_not_fit_exits_with_3_and_names_changes() -> None:
     result = plan(EXAMPLE, "--gpus", "32", "--gpu-memory", "60GB")
     assert result.exit_code == 3
-    assert "DOES NOT FIT. The largest peak is 56.0" in result.output
+    assert "DOES NOT FIT. The largest peak is 62.6" in result.output
     assert "--gpus 64" in result.output
     # What is named is what the command then confirms.
     found = answer(EXAMPLE, "--gpus", "32", "--gpu-memory", "60GB", status=3)
@@ -85,7 +91,8 @@ def test_without_gpus_one_replica_is_planned() -> None:
 
 
 def test_own_numbers_change_the_time_and_nothing_else() -> None:
-    one, two = answer(EXAMPLE), answer(EXAMPLE, "--flops", "500TFLOPS", "--bandwidth", "1TB/s")
+    numbers = ("--flops", "500TFLOPS", "--fp8-flops", "500TFLOPS", "--bandwidth", "1TB/s")
+    one, two = answer(EXAMPLE), answer(EXAMPLE, *numbers)
     assert two["iteration_seconds"] > 1.5 * one["iteration_seconds"]
     assert two["ranks"] == one["ranks"]
     faster = answer(EXAMPLE, "--hardware", "b200")
@@ -123,6 +130,9 @@ def test_search_answers_though_the_configurations_layout_does_not_work() -> None
         (["--gpu-memory", "80Gb/s"], "--gpu-memory"),
         (["--reserve", "90GB"], "--reserve 90GB leaves nothing"),
         (["--hardware", "tpu"], "a100, b200, h100, h200"),
+        (["--hardware", "a100"], "the A100 SXM 80GB has no FP8 products"),
+        (["precision.fp8_recipe=mxfp8"], "mxfp8 needs a Blackwell GPU"),
+        (["precision.fp8_first_last_layers_bf16=40"], "actor: precision.fp8_first_last_layers_bf16 40 leaves none"),
         (["--bandwidth", "fast"], "--bandwidth: given 'fast'"),
         (["--flops", "0"], "--flops: given '0'"),
         (["--efficiency", "1.5"], "--efficiency: given 1.5"),
@@ -188,6 +198,7 @@ def test_advantages_without_a_critic_leave_it_out() -> None:
 
 
 def test_fp8_keeps_copies_of_weights_and_computes_faster() -> None:
-    plain, fp8 = answer(EXAMPLE), answer(EXAMPLE, "precision.fp8=hybrid")
-    assert fp8["ranks"][0]["models"]["actor"]["weights"] > plain["ranks"][0]["models"]["actor"]["weights"]
+    plain, fp8 = answer(EXAMPLE, "precision.fp8=null"), answer(EXAMPLE)
+    assert fp8["ranks"][0]["models"]["actor"]["fp8"] > plain["ranks"][0]["models"]["actor"]["fp8"] == 0
+    assert fp8["ranks"][0]["models"]["actor"]["weights"] == plain["ranks"][0]["models"]["actor"]["weights"]
     assert fp8["seconds"]["train"]["compute"] < plain["seconds"]["train"]["compute"]
