@@ -255,6 +255,21 @@ class OutputConfig(Section):
         "auto", description="display on rank 0; auto: rich in a terminal, else one plain line per iteration"
     )
 
+    profile: tuple[PositiveInt, ...] = Field(
+        (),
+        description="numbers (from 1) of iterations whose torch profiler trace and time by phase and kind of work are "
+        "written to OUTPUT_DIR/profile",
+    )
+    profile_ranks: tuple[NaturalInt, ...] = Field((0,), description="ranks that are profiled")
+
+    @field_validator("profile", "profile_ranks", mode="before")
+    @classmethod
+    def _one_number(cls, value: object) -> object:
+        """``profile: 3`` means ``[3]``."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
     @field_validator("progress", mode="before")
     @classmethod
     def _unquoted_off(cls, value: object) -> object:
@@ -321,13 +336,6 @@ class RunConfig(Section):
         """The layout of one model; ``parallel`` unless it has one of its own."""
         return self.parallel
 
-    def data_files(self) -> dict[str, str | None]:
-        """Files that must exist where they are given, by key."""
-        raise NotImplementedError
-
-    def with_derived_paths(self) -> Self:
-        """The same configuration with the paths that follow from others written out."""
-        return self.model_copy(update={"tokenizer": self.tokenizer.model_copy(update={"path": self.tokenizer_path})})
     def ranks_of(self, role: str, world_size: int) -> range:
         """The ranks that hold parts of a model: all of them, unless the run has placed it on some."""
         return range(world_size)
@@ -341,3 +349,10 @@ class RunConfig(Section):
         """Ranks without which there is no place for all models."""
         return self.parallel.sizes(1).model_parallel_size
 
+    def data_files(self) -> dict[str, str | None]:
+        """Files that must exist where they are given, by key."""
+        raise NotImplementedError
+
+    def with_derived_paths(self) -> Self:
+        """The same configuration with the paths that follow from others written out."""
+        return self.model_copy(update={"tokenizer": self.tokenizer.model_copy(update={"path": self.tokenizer_path})})

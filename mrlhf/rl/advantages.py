@@ -8,7 +8,7 @@ from torch import Tensor
 from mrlhf.rl.masked import compute_dtype, select
 from mrlhf.rl.rewards import last_true
 
-BLOCK = 64
+BLOCK = 32
 """Positions handled by one triangular matrix: large enough for a real matrix product, small enough to be cheap."""
 
 
@@ -39,11 +39,11 @@ def discounted_suffix_sum(x: Tensor, decay: float, block: int = BLOCK) -> Tensor
         return x @ powers
     blocks = -(-width // block)
     padded = torch.nn.functional.pad(x, (0, blocks * block - width))
-    local = padded.view(rows, blocks, block) @ powers
+    local = (padded.view(-1, block) @ powers).view(rows, blocks, block)
     heads = discounted_suffix_sum(local[:, :, 0], decay**block, block)
     carry = torch.nn.functional.pad(heads[:, 1:], (0, 1)).unsqueeze(2)
     distance = block - torch.arange(block, device=x.device)
-    return (local + carry * base**distance).reshape(rows, -1)[:, :width]
+    return local.addcmul_(carry, base**distance).view(rows, -1)[:, :width]
 
 
 def gae(
@@ -72,11 +72,13 @@ def gae(
         ``(advantages, returns)``, ``[B, W]`` in at least fp32, 0 outside the mask. fp64 in gives fp64 out.
     """
     dtype = compute_dtype(torch.promote_types(rewards.dtype, values.dtype))
+    outside = ~gae_mask
     reward = select(rewards, gae_mask).double()
     value = select(values, gae_mask).double()
     next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))
     if bootstrap_values is not None:
         next_value = torch.where(last_true(gae_mask), bootstrap_values.double().unsqueeze(1), next_value)
-    delta = select(reward + gamma * next_value - value, gae_mask)
-    advantages = select(discounted_suffix_sum(delta, gamma * gae_lambda), gae_mask)
-    return advantages.to(dtype), (advantages + value).to(dtype)
+    # In place where a tensor is ours alone: these passes over memory are all there is to pay for.
+    delta = next_value.mul_(gamma).add_(reward).sub_(value).masked_fill_(outside, 0.0)
+    advantages = discounted_suffix_sum(delta, gamma * gae_lambda).masked_fill_(outside, 0.0)
+    return advantages.to(dtype), value.add_(advantages).to(dtype)

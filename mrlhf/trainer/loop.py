@@ -15,6 +15,7 @@ from mrlhf.progress import Display, open_display
 from mrlhf.trainer.checkpointing import Checkpointer
 from mrlhf.trainer.job import Job
 from mrlhf.trainer.outputs import open_output
+from mrlhf.trainer.profile import Profiler, unreached
 from mrlhf.trainer.stopping import StopRequest
 
 
@@ -80,10 +81,14 @@ def run_loop(trainer: Looped, settings: OutputConfig, *, iterations: int, export
     ):
         checkpoints.message = display.message
         trainer.announce(display)
+        profiler = Profiler(settings, config.output_dir / "profile", dist.get_rank(), display.message)
+        if missing := unreached(settings, first, iterations):
+            display.message(missing)
         for index in range(first, iterations):
             started, done = time.perf_counter(), index
             try:
-                metrics = trainer.advance(index, display)
+                with profiler.iteration(index + 1):
+                    metrics = trainer.advance(index, display)
                 done = index + 1
                 metrics = {**metrics, **trainer.measure(index, display)}
             except RewardError:

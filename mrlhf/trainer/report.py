@@ -19,6 +19,8 @@ from mrlhf.trainer.updates import Step
 from mrlhf.types import Metric, RolloutBatch
 
 SAMPLES = 8
+PHASE_PREFIX = "phase: "
+"""Of the names under which profiler traces show the phases."""
 
 
 class PhaseTimer:
@@ -44,9 +46,10 @@ class PhaseTimer:
         if self._heartbeat is not None:
             self._heartbeat.phase(name)
         start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        with torch.profiler.record_function(PHASE_PREFIX + name):
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         self._seconds[name] = time.perf_counter() - start
 
     @contextmanager
