@@ -141,8 +141,11 @@ class _Walk:
         named = {f"{i}.{name}": p for i, chunk in enumerate(model.chunks) for name, p in chunk.named_parameters()}
         weights = sum(p.numel() * p.element_size() for p in named.values())
         # Scales and histories of emulated FP8.
-        buffers = sum(
-            b.untyped_storage().nbytes() for c in model.chunks for b in c.buffers() if b.dtype.is_floating_point
+        scales = sum(
+            buffer.untyped_storage().nbytes()
+            for chunk in model.chunks
+            for buffer in chunk.buffers()
+            if buffer.dtype.is_floating_point
         )
         gradients = 0
         if isinstance(model, TrainedModel):
@@ -154,7 +157,7 @@ class _Walk:
             layers=len(layer_numbers(model.chunks)),
             weights=weights,
             gradients=gradients,
-            optimizer=max(self.world.live - before - weights - gradients - buffers, 0) if gradients else 0,
+            optimizer=max(self.world.live - before - weights - gradients - scales, 0) if gradients else 0,
         )
         return model
 

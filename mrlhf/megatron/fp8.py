@@ -147,6 +147,17 @@ def token_multiple(chunk: Any) -> int:
     return multiple
 
 
+def read_weights_again(chunks: Sequence[Any]) -> None:
+    """Let the next pass of ``chunks`` make its FP8 weights from the weights as they are now.
+
+    Transformer Engine keeps FP8 weights from one pass to the next, and Megatron's schedules tell it in each first
+    micro-batch that they may have changed. Passes without a schedule (generation) must say so themselves: they would
+    compute with the weights of before the last update.
+    """
+    for chunk in chunks:
+        chunk.set_is_first_microbatch()
+
+
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mrlhf.megatron.attention import CacheContext
 from mrlhf.megatron.decode import layer_numbers, packed_forward
-from mrlhf.megatron.fp8 import token_multiple
+from mrlhf.megatron.fp8 import read_weights_again, token_multiple
 from mrlhf.rollout.kv_cache import KVCache
 from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
 
@@ -116,6 +116,7 @@ class RolloutEngine:
         # Rows of like length together: a batch ends with its longest row.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt), i))
         done: dict[int, Generation] = {}
+        read_weights_again(self.chunks)
         with _evaluation(self.chunks), torch.no_grad():
             for start in range(0, len(order), self.slots):
                 places = order[start : start + self.slots]

@@ -123,3 +123,49 @@ def test_bad_requests_name_the_sample(run_ranks: Any, prompt: list[int], limit: 
     import re
 
     assert re.search(words, run_ranks(_bad_request, 1, prompt, limit)[0])
+
+
+class KeepsWeights(torch.nn.Module):
+    """The part of Transformer Engine's linear layers that matters here: weights are read in a first micro-batch."""
+
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear, self.is_first_microbatch = linear, True
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.is_first_microbatch:
+            self.kept = self.linear.weight.detach().clone()
+        self.is_first_microbatch = False
+        return torch.nn.functional.linear(x, self.kept), None
+
+
+def _after_an_update() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Responses before an update of the weights, after it, and of a model that keeps nothing."""
+
+    def responses(engine: RolloutEngine) -> list[list[int]]:
+        requests = [GenerationRequest(i, [5, 9, 3 + i], 12) for i in range(4)]
+        greedy = SamplingParams(temperature=0.0)
+        return [g.tokens for g in engine.generate(requests, greedy, stop_ids=[], seed=0, step=0)]
+
+    found = []
+    for keeps in (True, False):
+        engine = _engine(DATA / "standard_trajectory" / "actor", 1, {}, slots=4)
+        chunk = engine.chunks[0]
+        if keeps:
+            chunk.config.fp8 = "hybrid"
+            for layer in chunk.decoder.layers:
+                layer.mlp.linear_fc2 = KeepsWeights(layer.mlp.linear_fc2)
+            found.append(responses(engine))
+        with torch.no_grad():
+            for name, parameter in chunk.named_parameters():
+                if "linear_fc2" in name:
+                    parameter.mul_(-3.0)
+        found.append(responses(engine))
+    before, after, expected = found
+    return before, after, expected
+
+
+def test_fp8_weights_of_a_rollout_are_those_after_the_last_update(run_ranks: Any) -> None:
+    before, after, expected = run_ranks(_after_an_update, 1)[0]
+    assert after == expected
+    assert before != after
