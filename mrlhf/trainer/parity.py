@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,15 @@ from safetensors.torch import load_file
 
 from mrlhf.checkpoint.hf_export import export_hf
 from mrlhf.megatron.schedule import forward_only
+from mrlhf.metrics import MetricAccumulator
 from mrlhf.parallel.batches import gather_batch
-from mrlhf.parallel.collectives import all_reduce_metrics, broadcast_from_last_stage
+from mrlhf.parallel.collectives import all_gather_objects, all_reduce_metrics, broadcast_from_last_stage
 from mrlhf.parallel.layout import data_parallel_slice
 from mrlhf.rl import masked_mean
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import make_plan
-from mrlhf.roles.model import RoleModel, Update
+from mrlhf.roles.model import RoleModel, TrainedModel, Update
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
 from mrlhf.rollout.engine import GenerationRequest
@@ -34,7 +35,9 @@ from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
 from mrlhf.trainer.recording import Recording, read_recording, strip_left_padding
 from mrlhf.trainer.recording_schema import check_recorded
+from mrlhf.trainer.rollouts import Scorer
 from mrlhf.trainer.settings import shaping_settings, update_settings
+from mrlhf.trainer.split import Agreement, Answerer, CriticRanks, Question
 from mrlhf.trainer.updates import Step, Updater
 from mrlhf.types import RolloutBatch
 
@@ -84,6 +87,13 @@ class Report:
         row.count += a.numel()
         row.deviation = largest if not largest <= row.deviation else row.deviation
 
+    def gather(self) -> None:
+        """Put the rows of all ranks together; critic and actor may be on different ones."""
+        for part in all_gather_objects(self.rows):
+            for name, row in part.items():
+                mine = self.rows.setdefault(name, row)
+                mine.deviation = row.deviation if not row.deviation <= mine.deviation else mine.deviation
+
     @property
     def holds(self) -> bool:
         """Whether every row holds."""
@@ -126,31 +136,42 @@ def replay(recording: Recording, overrides: list[str]) -> tuple[Report, str]:
     config = recording.config(overrides)
     models = jobs.read_models(config)
     check_recorded(recording.expected, recording.folder / "expected.json", vocab_size=models["actor"].vocab_size)
-    replayer = _Replay(recording, jobs.start_job(config, models))
+    job = jobs.start_job(config, models)
+    here = job.split is None or job.split.bridge.on_actor_ranks
+    replayer = _Replay(recording, job) if here else _CriticReplay(recording, job)
     replayer.run()
-    return replayer.report, replayer.job.sizes.describe()
+    replayer.report.gather()
+    return replayer.report, jobs.described_places(job)
 
 
 class _Replay:
     def __init__(self, recording: Recording, job: jobs.PPOJob) -> None:
         self.recording, self.job, self.report = recording, job, Report()
         self.actor: Actor = jobs.build_actor(job)
-        self.critic: Critic = jobs.build_critic(job)
+        self.critic: Critic | None = None
+        self.critic_ranks: CriticRanks | None = None
         self.reference: Reference = jobs.build_reference(job)
-        self.reward: RewardModel = jobs.build_reward_model(job, 0)
+        if job.split is None:
+            self.critic = jobs.build_critic(job)
+            self.reward: RewardModel = jobs.build_reward_model(job, 0)
+        else:
+            jobs.wait_for_critic_ranks(job)
+            self.critic_ranks = CriticRanks(job.split.bridge, job.groups.dp, evaluated_samples=1)
 
     def run(self) -> None:
         """Everything that is recorded, in its order."""
         expected = self.recording.expected
-        frozen = self.reference.weights_hash(), self.reward.weights_hash()
+        models = [self.reference, *([self.reward] if self.critic_ranks is None else [])]
+        frozen = [model.weights_hash() for model in models]
         self._greedy("greedy", [self.recording.settings["eos_token_id"]])
         if "greedy_with_eos" in expected:
             self._greedy("greedy_with_eos", expected["greedy_with_eos"]["eos_token_ids"])
         self._probe("probe", expected["probe"], "logits", 2e-4)
         for index, rollout in enumerate(expected["rollouts"]):
             self._rollout(index, rollout)
-        self._final(expected["final"])
-        same = frozen == (self.reference.weights_hash(), self.reward.weights_hash())
+        compare_final(self.report, self.recording, {"actor": self.actor, "critic": self.critic})
+        self._probe("final probe", expected["final"], "probe_logits", 1e-3)
+        same = frozen == [model.weights_hash() for model in models]
         self.report.compare("reference and reward unchanged", float(not same), 0.0, 0.0, "identical")
 
     def _greedy(self, name: str, eos: Sequence[int]) -> None:
@@ -176,6 +197,8 @@ class _Replay:
         batch = add_masks(batch, recording.semantics, recording.settings["max_response_length"])
         inference = job.config.inference
         cut = partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
+        if self.critic_ranks is not None:
+            self.critic_ranks.ask(batch, Question(True, 1, recording.settings["max_response_length"]))
         batch = add_inference(
             batch,
             cut,
@@ -184,8 +207,14 @@ class _Replay:
             critic=self.critic,
             temperature=shaping.temperature,
         )
-        batch = batch.replace(scores=self.reward.scores(batch, cut))
+        if self.critic_ranks is None:
+            batch = batch.replace(scores=self.reward.scores(batch, cut))
+        else:
+            batch = self.critic_ranks.answer(batch)
+            batch = batch.replace(scores=batch.raw_scores)
         batch = gather_batch(add_advantages(batch, shaping, job.groups.dp), job.groups.dp)
+        if self.critic_ranks is not None:
+            self.critic_ranks.tell_returns(batch)
         self._compare_rollout(f"rollout {index}", batch, recorded, 2e-4 if index == 0 else 1e-3)
         if index == 0:
             assert batch.kl is not None
@@ -193,10 +222,9 @@ class _Replay:
             # The mean, as it is logged: single tokens carry the rounding of two forward passes.
             mean_kl = float(masked_mean(batch.kl, batch.response_mask))
             report.compare("mean KL before any update", mean_kl, 0.0, 1e-6)
-        metrics, updates = Updater(self.actor, self.critic, update_settings(job.config)).run(batch, index)
-        merged = all_reduce_metrics(metrics.metrics())
-        report.compare("ratio - 1 before an update", merged["ratio_error_before_update"].result(), 0.0, 1e-5)
-        self._compare_updates(updates, recorded["updates"])
+        other = Agreement("critic", texts=False) if job.split is not None else None
+        made = Updater(self.actor, self.critic, update_settings(job.config), other=other).run(batch, index)
+        compare_steps(report, {"actor": self.actor, "critic": self.critic}, *made, recorded["updates"])
 
     def _compare_rollout(self, name: str, batch: RolloutBatch, recorded: dict[str, Any], tolerance: float) -> None:
         assert batch.gae_mask is not None
@@ -212,25 +240,6 @@ class _Replay:
             self.report.compare(f"{name} {key}", columns[mask], theirs[mask], tolerance)
         self.report.compare(f"{name} reward scores", batch.scores, recorded["reward_scores"], tolerance)
 
-    def _compare_updates(self, updates: list[Step], recorded: list[dict[str, Any]]) -> None:
-        names = ("actor_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm")
-        ours: dict[str, list[float]] = {name: [] for name in names}
-        for step in updates:
-            for role in ("actor", "critic"):
-                update: Update = getattr(step, role)
-                total = all_reduce_metrics(update.metrics if getattr(self, role).counts_metrics else {})
-                ours[f"{role}_loss"].append(total["loss"].result())
-                ours[f"{role}_grad_norm"].append(update.grad_norm)
-        for name, values in ours.items():
-            loss = name.endswith("loss")
-            self.report.compare(
-                name.replace("_", " "),
-                values,
-                [u[name] for u in recorded],
-                LOSS_RELATIVE if loss else 2e-3,
-                "loss" if loss else "relative",
-            )
-
     def _probe(self, name: str, entry: dict[str, Any], prefix: str, tolerance: float) -> None:
         ids = torch.tensor(self.recording.expected["probe"]["input_ids"], device=self.job.device)
         total, first, best = probe_logits(self.actor, ids, multiple=self.job.pad_to_multiple)
@@ -241,17 +250,91 @@ class _Replay:
                        torch.tensor(entry[f"{prefix}_sum"]) / self.actor.config.vocab_size, tolerance)  # fmt: skip
         report.compare(f"{name} argmax", best, entry[f"{prefix}_argmax"], 0.0, "identical")
 
-    def _final(self, final: dict[str, Any]) -> None:
-        with tempfile.TemporaryDirectory(prefix="mrlhf-parity-") as temporary:
-            for name, model, head, source in (
-                ("actor", self.actor, "lm", "actor"),
-                ("critic", self.critic, "value", "reward"),
-            ):
-                norms = exported_norms(model, head, self.recording.folder / source, Path(temporary) / name)
-                recorded = {_hf_name(k): v for k, v in final[f"{name}_weight_norms"].items()}
-                ours = [norms.get(k, float("nan")) for k in recorded]
-                self.report.compare(f"final {name} weight norms", ours, list(recorded.values()), 5e-6, "relative")
-        self._probe("final probe", final, "probe_logits", 1e-3)
+
+class _CriticReplay:
+    """Of critic and reward model, where these have ranks of their own."""
+
+    def __init__(self, recording: Recording, job: jobs.PPOJob) -> None:
+        assert job.split is not None
+        self.recording, self.job, self.report = recording, job, Report()
+        jobs.wait_for_actor_ranks(job)
+        self.critic = jobs.build_critic(job)
+        self.scorer = Scorer(jobs.build_reward_models(job), [], None, job.groups.replica, job.groups.intra_dist_opt)
+        inference = job.config.inference
+        self.answerer = Answerer(
+            job.split.bridge,
+            job.groups.dp,
+            self.critic,
+            self.scorer,
+            partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens),
+            semantics=recording.semantics,
+            device=job.device,
+        )
+
+    def run(self) -> None:
+        """The critic's half of everything that is recorded."""
+        frozen = [model.weights_hash() for model, _ in self.scorer.models]
+        models = {"actor": None, "critic": self.critic}
+        for index, rollout in enumerate(self.recording.expected["rollouts"]):
+            heard = self.answerer.listen()
+            assert heard is not None
+            batch = self.answerer.answer(*heard)
+            batch = batch.replace(returns=self.answerer.returns())
+            updater = Updater(
+                None, self.critic, update_settings(self.job.config), other=Agreement("actor", texts=False)
+            )
+            compare_steps(self.report, models, *updater.run(batch, index), rollout["updates"])
+        compare_final(self.report, self.recording, models)
+        same = frozen == [model.weights_hash() for model, _ in self.scorer.models]
+        self.report.compare("reference and reward unchanged", float(not same), 0.0, 0.0, "identical")
+
+
+def compare_steps(
+    report: Report,
+    models: Mapping[str, TrainedModel | None],
+    metrics: MetricAccumulator,
+    steps: list[Step],
+    recorded: list[dict[str, Any]],
+) -> None:
+    """Losses and norms of the updates of a rollout; every rank of the job calls this.
+
+    Args:
+        report: gets the comparisons.
+        models: actor and critic, as far as this rank has them.
+        metrics: of the updates.
+        steps: the updates.
+        recorded: the same, as they were recorded.
+    """
+    merged = all_reduce_metrics(metrics.metrics())
+    report.compare("ratio - 1 before an update", merged["ratio_error_before_update"].result(), 0.0, 1e-5)
+    names = ("actor_loss", "critic_loss", "actor_grad_norm", "critic_grad_norm")
+    ours: dict[str, list[float]] = {name: [] for name in names}
+    for step in steps:
+        for role, model in models.items():
+            update: Update = getattr(step, role)
+            total = all_reduce_metrics(update.metrics if model is not None and model.counts_metrics else {})
+            ours[f"{role}_loss"].append(total["loss"].result())
+            ours[f"{role}_grad_norm"].append(update.grad_norm)
+    for name, values in ours.items():
+        loss = name.endswith("loss")
+        report.compare(
+            name.replace("_", " "),
+            values,
+            [u[name] for u in recorded],
+            LOSS_RELATIVE if loss else 2e-3,
+            "loss" if loss else "relative",
+        )
+
+
+def compare_final(report: Report, recording: Recording, models: Mapping[str, TrainedModel | None]) -> None:
+    """Norms of the weights after the last rollout; every rank of the job calls this. ``models`` as `compare_steps`."""
+    final = recording.expected["final"]
+    with tempfile.TemporaryDirectory(prefix="mrlhf-parity-") as temporary:
+        for name, head, source in (("actor", "lm", "actor"), ("critic", "value", "reward")):
+            norms = exported_norms(models[name], head, recording.folder / source, Path(temporary) / name)
+            recorded = {_hf_name(k): v for k, v in final[f"{name}_weight_norms"].items()}
+            ours = [norms.get(k, float("nan")) for k in recorded]
+            report.compare(f"final {name} weight norms", ours, list(recorded.values()), 5e-6, "relative")
 
 
 def _hf_name(recorded: str) -> str:
@@ -259,19 +342,19 @@ def _hf_name(recorded: str) -> str:
     return recorded.replace("v_head.", "score.").replace("rwtransformer.", "model.")
 
 
-def exported_norms(model: RoleModel, head: str, source: Path, target: Path) -> dict[str, float]:
-    """Norm of every Hugging Face tensor of the exported model, on every rank."""
-    export_hf(model.chunks, model.config, target, source_folder=source, groups=model.groups, head=head)
-    norms: list[Any] = [None]
-    if dist.get_rank() == 0:
-        norms[0] = {
+def exported_norms(model: RoleModel | None, head: str, source: Path, target: Path) -> dict[str, float]:
+    """Norm of every Hugging Face tensor of the exported model, on every rank; None where other ranks have it."""
+    norms: dict[str, float] = {}
+    if model is not None:
+        export_hf(model.chunks, model.config, target, source_folder=source, groups=model.groups, head=head)
+        # One rank has written it, into its own folder.
+        norms = {
             name: float(tensor.double().norm())
             for file in sorted(target.glob("*.safetensors"))
             for name, tensor in load_file(file).items()
         }
-    dist.broadcast_object_list(norms, src=0)
-    result: dict[str, float] = norms[0]
-    return result
+    found: dict[str, float] = next(part for part in all_gather_objects(norms) if part)
+    return found
 
 
 def probe_logits(

@@ -149,7 +149,7 @@ class Scorer:
         self,
         models: Sequence[tuple[RewardModel, float]],
         functions: Sequence[tuple[ScoreSource, float]],
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         replica_group: Group,
         job_group: Group,
         alone: Callable[[str], AbstractContextManager[None]] | None = None,
@@ -159,7 +159,7 @@ class Scorer:
         Args:
             models: reward models with their weights.
             functions: Python functions and servers with their weights.
-            tokenizer: turns responses into text for the functions.
+            tokenizer: turns responses into text for the functions; None where there are none.
             replica_group: all ranks of one replica, which must see the same scores.
             job_group: all ranks, which end together when a function fails.
             alone: told the name of each function around its call, see `mrlhf.parallel.heartbeat`.
@@ -200,6 +200,7 @@ class Scorer:
         scores: list[Any] = [None]
         failure: str | None = None
         if dist.get_rank(self.replica_group) == 0:
+            assert self.tokenizer is not None
             prompts = [s.prompt.text for s in samples]
             responses = [self.tokenizer.decode(batch.response(row)) for row in range(batch.size)]
             keys = sorted({key for s in samples for key in s.prompt.meta})

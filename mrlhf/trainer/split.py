@@ -124,7 +124,7 @@ class Answerer:
         critic: Critic | None,
         scorer: Scorer,
         cut: Cut,
-        prompt: Callable[[int, bool], Prompt],
+        prompt: Callable[[int, bool], Prompt] | None = None,
         *,
         semantics: Semantics,
         device: torch.device,
@@ -138,7 +138,7 @@ class Answerer:
             critic: gives values.
             scorer: gives scores.
             cut: makes the micro-batches of inference.
-            prompt: by group id, and whether it is one of an evaluation.
+            prompt: by group id, and whether it is one of an evaluation; needed for reward functions.
             semantics: of the masks.
             device: where batches live.
             working: entered while this rank computes, and does not wait for the others.
@@ -168,7 +168,7 @@ class Answerer:
             with self.working():
                 if question.values and self.critic is not None:
                     values = self.critic.values(mine, self.cut)
-                scores = self.scorer.scores(mine, self.cut, self._samples(mine, held_out=question.held_out))
+                scores = self.scorer.scores(mine, self.cut, self._samples(mine, question))
         except RewardError as error:
             # All ranks of this part have got it.
             self.bridge.send({"failure": str(error)})
@@ -183,9 +183,11 @@ class Answerer:
         """``[B, S-1]`` of the rows of all ranks, once the actor's ranks know them."""
         return self.bridge.receive(self.device)[1]["returns"]
 
-    def _samples(self, rows: RolloutBatch, *, held_out: bool) -> list[Sample]:
+    def _samples(self, rows: RolloutBatch, question: Question) -> list[Sample]:
+        if self.prompt is None:
+            return []
         pairs = zip(rows.sample_ids.tolist(), rows.group_ids.tolist(), strict=True)
-        return [Sample(sample, group, self.prompt(group, held_out)) for sample, group in pairs]
+        return [Sample(sample, group, self.prompt(group, question.held_out)) for sample, group in pairs]
 
 
 class Agreement:

@@ -53,6 +53,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2-critic-dp2": (2, [TP2, "critic.parallel={}", DISTRIBUTED]),
     "dp2-critic-tp2-reward-pp2": (2, [f"critic.parallel={{{_own(TP2)}, {_own(SP)}}}", _reward(PP2)]),
     "tp2-pp2-critic-pp4-reward-dp4": (4, [TP2, PP2, "critic.parallel={pipeline_model_parallel_size: 4}", _reward("")]),
+    # Critic and reward model on ranks of their own.
+    "split-1-1": (2, ["placement=split"]),
+    "split-tp2-pp2": (4, [TP2, "placement=split", f"critic.parallel={{{_own(PP2)}}}", _reward(PP2)]),
+    "split-dp2-dp2": (4, ["placement=split", "critic_ranks=2", DISTRIBUTED]),
+    "split-pp2-tp2-reward-dp2": (
+        4,
+        [PP2, "placement=split", f"critic.parallel={{{_own(TP2)}, {_own(SP)}}}", _reward("")],
+    ),
+    "split-dp2-1": (3, ["placement=split"]),
     "cp2": (2, [CP2]),
     "cp2-tp2-sp": (4, [CP2, TP2, SP]),
     "cp2-pp2-distributed": (4, [CP2, PP2, DISTRIBUTED]),
@@ -69,6 +78,7 @@ def _replay(folder: Path, overrides: list[str]) -> dict[str, tuple[float, float,
 # One layout of each kind for both recordings; the rest for one of them, or with the slow tests.
 QUICK = ("tp1", "tp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-critic-tp2-reward-pp2")
 LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed", "pp4", "dp2-pp2")
+LONGER += ("split-1-1", "split-dp2-dp2", "split-pp2-tp2-reward-dp2", "split-dp2-1")
 LONGER += ("cp2-tp2-sp", "cp2-pp2-distributed", "cp2-dp2-distributed", "tp2-pp2-critic-pp4-reward-dp4")
 CASES = [
     pytest.param(name, layout, marks=[] if layout in quick else pytest.mark.slow)
