@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ def load_state(
     problems = list(dict.fromkeys(problem for part in all_gather_objects(own) for problem in part))
     if problems:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(problems))
-    same = description["layout"] == dict(layout) and not weights_only
+    same = _given(description["layout"]) == _given(layout) and not weights_only
     tensors = {} if weights_only else {name: optimizer_state.empty_tensors(m.trainable) for name, m in models.items()}
     read = {} if weights_only else averages
     wanted = sharded_state(models, read, optimizer=None if weights_only else lambda name, _: tensors[name])
@@ -293,6 +293,9 @@ def _differences(
                 f"{name} was saved in {saved['dtype']}, now it is {now['dtype']}; use the same precision.dtype, or "
                 "trainer.weights_only=true"
             )
+        # Fields that are newer than the save have the value that all models had then.
+        defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+        saved["config"] = {**json.loads(json.dumps(defaults)), **saved["config"]}
         both = {**saved["config"], **now["config"]}
         problems += [
             f"{name}.{key} was {saved['config'].get(key)!r}, now it is {now['config'].get(key)!r}"
@@ -382,5 +385,10 @@ def load_tensors(folder: Path, wanted: dict[str, Any], where: str) -> dict[str, 
     return found
 
 
+def _given(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the sizes that were left to their default, of which newer versions know more."""
+    return {name: value for name, value in layout.items() if value is not None}
+
+
 def _layout(layout: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in layout.items() if value is not None)
+    return ", ".join(f"{name} {value}" for name, value in _given(layout).items())

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mrlhf.megatron.attention import CacheContext
+from mrlhf.megatron.attention import CacheContext, LayerCache
+from mrlhf.megatron.joined import filler_tokens, passes_of_all
 from mrlhf.megatron.model import SelectRequest
 
 
@@ -28,6 +29,8 @@ def packed_forward(
 ) -> torch.Tensor | None:
     """Run ``tokens`` through the pipeline; every rank of the replica calls this with the same arguments.
 
+    Replicas that share experts make these passes together: one that has fewer of them calls `follow_others` then.
+
     Args:
         chunks: this rank's stages in evaluation mode, not wrapped.
         tokens: ``[T]`` int64; a multiple of TP under sequence parallelism.
@@ -38,6 +41,41 @@ def packed_forward(
     Returns:
         On the last pipeline stage ``[n, padded vocabulary / TP]`` logits, elsewhere None.
     """
+    passes_of_all(1, groups)
+    return _forward(chunks, tokens, context, select, groups)
+
+
+def follow_others(chunks: Sequence[Any], cache: LayerCache, slot: int, *, groups: ProcessGroupCollection) -> None:
+    """Make passes without meaning for as long as other replicas with the same experts call `packed_forward`.
+
+    Args:
+        chunks: this rank's stages in evaluation mode, not wrapped.
+        cache: where the passes may write.
+        slot: the place for it there, of at least `mrlhf.megatron.joined.filler_width` tokens.
+        groups: the model's process groups.
+    """
+    if getattr(groups, "joined", None) is None:
+        return
+    tokens = filler_tokens(chunks[0], groups, next(chunks[0].parameters()).device)[0]
+    positions = torch.arange(tokens.numel(), device=tokens.device)
+    context = CacheContext(
+        cache,
+        torch.full_like(positions, slot),
+        positions,
+        max_sequence_length=tokens.numel(),
+        segments=[(0, tokens.numel())],
+    )
+    while passes_of_all(0, groups):
+        _forward(chunks, tokens, context, positions[:1], groups)
+
+
+def _forward(
+    chunks: Sequence[Any],
+    tokens: torch.Tensor,
+    context: CacheContext,
+    select: torch.Tensor,
+    groups: ProcessGroupCollection,
+) -> torch.Tensor | None:
     pp, virtual = groups.pp, len(chunks)
     ranks = dist.get_process_group_ranks(pp)
     rank, size = pp.rank(), pp.size()

@@ -262,7 +262,34 @@ def _cpu_torch() -> types.ModuleType:
     cuda.Stream = cuda.Event = _NoStream
     cuda.stream = cuda.current_stream = cuda.default_stream = _NoStream
     cpu.cuda = cuda
+    distributed: Any = _copy_namespace(torch.distributed)
+    distributed.all_gather, distributed.reduce_scatter = _uneven_all_gather, _uneven_reduce_scatter
+    cpu.distributed = distributed
     return cpu
+
+
+def _uneven_all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+    """``all_gather`` of lists whose tensors differ in their first size, which gloo cannot; experts' tokens do."""
+    rows = [part.size(0) for part in parts]
+    if len(set(rows)) < 2:
+        return torch.distributed.all_gather(parts, mine, group=group, **kwargs)
+    padded = mine.new_zeros(max(rows), *mine.shape[1:])
+    padded[: mine.size(0)] = mine
+    whole = [torch.empty_like(padded) for _ in rows]
+    torch.distributed.all_gather(whole, padded, group=group)
+    for part, received in zip(parts, whole, strict=True):
+        part.copy_(received[: part.size(0)])
+    return None
+
+
+def _uneven_reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **kwargs: Any) -> Any:
+    """``reduce_scatter`` likewise: the sum of everything, of which each rank keeps its part."""
+    if len({part.size(0) for part in parts}) < 2:
+        return torch.distributed.reduce_scatter(mine, parts, group=group, **kwargs)
+    whole = torch.cat(parts)
+    torch.distributed.all_reduce(whole, group=group)
+    mine.copy_(whole.split([part.size(0) for part in parts])[torch.distributed.get_rank(group)])
+    return None
 
 
 def _redirect_rng() -> None:

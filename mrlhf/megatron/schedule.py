@@ -17,8 +17,10 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from mrlhf.megatron import device
 from mrlhf.megatron.context import part_of_rank, whole_rows
 from mrlhf.megatron.fp8 import token_multiple
+from mrlhf.megatron.joined import filler_tokens, passes_of_all
 from mrlhf.megatron.packing import pack_rows
 
 Batch = TypeVar("Batch")
@@ -28,6 +30,13 @@ Lengths = Callable[[Batch], torch.Tensor]
 """Gives ``[b]`` int64, the tokens of each row."""
 AttentionMask = Callable[[Batch], torch.Tensor]
 """Builds the attention mask of a micro-batch (see `mrlhf.megatron.attention`); without one attention is causal."""
+
+
+class _Filler:
+    """A micro-batch without meaning, see `mrlhf.megatron.joined`."""
+
+
+_FILLER: Any = _Filler()
 
 
 def forward_only(
@@ -45,7 +54,8 @@ def forward_only(
 
     Args:
         chunks: this rank's stages.
-        micro_batches: the same number on every rank; widths may differ from one to the next.
+        micro_batches: the same number on every rank of a replica; widths may differ from one to the next. Replicas that
+            share experts may have different numbers (perhaps none), but all call this together.
         post: called on the last stage with the micro-batch and the model's output.
         groups: the model's process groups.
         tokens: gives ``[b, s]`` int64 token ids of a micro-batch.
@@ -58,12 +68,13 @@ def forward_only(
         On the last pipeline stage the results of ``post`` in order, elsewhere an empty list.
     """
     count = len(micro_batches)
-    if count == 0:
+    passes = passes_of_all(count, groups)
+    if passes == 0:
         return []
-    padded = list(micro_batches)
+    padded = list(micro_batches) + [_FILLER] * (passes - count)
     if len(chunks) > 1:
         # The interleaved schedule works in groups of PP micro-batches; the repeated ones are dropped below.
-        padded += [padded[-1]] * (-count % groups.pp.size())
+        padded += [padded[-1]] * (-passes % groups.pp.size())
 
     call = _Caller(groups, tokens, request, attention_mask, lengths)
 
@@ -71,6 +82,8 @@ def forward_only(
         """Megatron's forward step: the stage's output, and what the last stage makes of it."""
         batch = next(iterator)
         output, unpack = call(batch, model)
+        if batch is _FILLER:
+            return output, lambda out, non_loss_data=False: None
         return output, lambda out, non_loss_data=False: post(batch, unpack(out))
 
     with torch.no_grad():
@@ -117,7 +130,8 @@ def forward_backward(
             f"{count} micro-batches; with virtual pipeline stages they must be a multiple of "
             f"pipeline_model_parallel_size {groups.pp.size()}"
         )
-    scale = count * groups.dp_cp.size() / (groups.cp.size() * (denominator if denominator > 0 else 1.0))
+    passes = passes_of_all(count, groups)
+    scale = passes * groups.dp_cp.size() / (groups.cp.size() * (denominator if denominator > 0 else 1.0))
 
     call = _Caller(groups, tokens, request, attention_mask, lengths)
 
@@ -128,13 +142,16 @@ def forward_backward(
 
         def loss_function(out: torch.Tensor) -> tuple[torch.Tensor, Any]:
             """The scaled loss of a micro-batch, and its metrics."""
+            if batch is _FILLER:
+                return out.float().sum() * 0.0, None
             loss_sum, metrics = loss(batch, unpack(out))
             # A new tensor: Megatron scales what it is given in place, and metrics may hold loss_sum itself.
             return loss_sum * scale, metrics
 
         return output, loss_function
 
-    return _run(chunks, list(micro_batches), step, groups, forward_only=False)
+    padded = list(micro_batches) + [_FILLER] * (passes - count)
+    return _run(chunks, padded, step, groups, forward_only=False)[:count]
 
 
 class _Caller(Generic[Batch]):
@@ -160,6 +177,11 @@ class _Caller(Generic[Batch]):
         self, batch: Batch, model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """The stage's output, and what makes rows of the head's."""
+        if batch is _FILLER:
+            tokens = filler_tokens(model, self.groups, device.device())
+            if self.groups.cp.size() > 1:
+                return self._in_parts(tokens, None, model)
+            return model(tokens, torch.arange(tokens.size(1), device=tokens.device)[None], None), lambda output: output
         tokens, request = self.tokens(batch), self.request(batch) if self.request else None
         if self.groups.cp.size() > 1:
             return self._in_parts(tokens, request, model)

@@ -31,6 +31,13 @@ def all_gather_objects(item: Any, group: Group = None) -> list[Any]:
     return items
 
 
+def largest(number: int, group: Group = None) -> int:
+    """The largest of every rank's whole number."""
+    value = torch.tensor([number], dtype=torch.int64, device=group_device(group))
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return int(value.item())
+
+
 def all_gather_rows(rows: Tensor, group: Group = None) -> list[Tensor]:
     """Every rank's tensor, in rank order, where the ranks may hold different numbers of rows.
 

@@ -134,9 +134,8 @@ class RoleModel:
             ``[B, S-1]`` fp32; positions that a micro-batch did not need to compute are 0.
         """
         shape = (batch.size, batch.width - 1)
-        if not batch.size:
-            return torch.zeros(shape, device=batch.tokens.device)
-        micro_batches = [batch.select(rows).trim() for rows in plan]
+        # Without rows there is nothing to do, unless other replicas need this one's experts.
+        micro_batches = [batch.select(rows).trim() for rows in plan] if batch.size else []
         outputs = forward_only(
             self.chunks,
             micro_batches,
@@ -147,6 +146,8 @@ class RoleModel:
             attention_mask=self.attention_mask,
             lengths=_lengths if packed else None,
         )
+        if not batch.size:
+            return torch.zeros(shape, device=batch.tokens.device)
         result = None
         if self.is_last_stage:
             result = torch.zeros(shape, device=batch.tokens.device)

@@ -3,7 +3,7 @@
 The interface is narrow on purpose: requests in, generations out, in the same order. Requests run in batches of
 ``slots`` rows; prompts are prefilled packed, without padding; rows that have ended leave the decoding steps. All ranks
 of a model-parallel replica hold the same requests and see the same tokens, so they stay in step; replicas do not
-communicate, so one that ends early waits for nobody here.
+communicate, so one that ends early waits for nobody here, unless they share experts: then it follows the others.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.megatron.attention import CacheContext
-from mrlhf.megatron.decode import layer_numbers, packed_forward
+from mrlhf.megatron.decode import follow_others, layer_numbers, packed_forward
 from mrlhf.megatron.fp8 import read_weights_again, token_multiple
+from mrlhf.megatron.joined import filler_width
 from mrlhf.rollout.kv_cache import KVCache
 from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
 
@@ -123,6 +124,8 @@ class RolloutEngine:
                 batch = SlotBatch([requests[i] for i in places], frozenset(stop_ids), self.device)
                 self._run(batch, sampling, seed, step)
                 done.update(zip(places, batch.results(), strict=True))
+            nothing = self._cache(0, filler_width(self.chunks[0], self.groups))
+            follow_others(self.chunks, nothing, nothing.scratch, groups=self.groups)
         return [done[i] for i in range(len(requests))]
 
     def _check(self, request: GenerationRequest) -> None:
@@ -148,11 +151,14 @@ class RolloutEngine:
 
     def new_cache(self, batch: SlotBatch) -> KVCache:
         """Room for the keys and values of a batch."""
+        # The filler takes positions up to the multiple less 1.
+        return self._cache(len(batch.requests), max(batch.length, self.multiple))
+
+    def _cache(self, slots: int, length: int) -> KVCache:
         return KVCache(
             layer_numbers(self.chunks),
-            len(batch.requests),
-            # The filler takes positions up to the multiple less 1.
-            max(batch.length, self.multiple),
+            slots,
+            length,
             self.kv_heads,
             self.head_dim,
             dtype=self.chunks[0].config.params_dtype,

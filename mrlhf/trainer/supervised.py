@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -226,9 +227,12 @@ class SupervisedTrainer(Generic[E]):
         examples, size = self.validation.examples, self.job.dp_size
         share, piece = examples[self.job.dp_rank :: size], max(self.config.train.batch_size // size, 1)
         parts = []
-        for start in range(0, len(share), piece):
-            batch = self.collate(share[start : start + piece], start).to(self.job.device)
-            parts.append(self.objective.evaluate(self.objective.prepare(batch)))
+        for start in range(0, math.ceil(len(examples) / size), piece):
+            mine = share[start : start + piece]
+            # Replicas that share experts take turns together, so that one without examples left goes on with any.
+            batch = self.collate(mine or examples[:1], start).to(self.job.device)
+            part = self.objective.evaluate(self.objective.prepare(batch))
+            parts += [part] if mine else []
         merged = merge_metrics(parts) if self.model.counts_metrics else {}
         reduced = {name: metric.result() for name, metric in all_reduce_metrics(merged).items()}
         return {**reduced, **self.derived(reduced)}

@@ -111,6 +111,7 @@ def accumulate(trainable: Any, rows: Sequence[Batch], size: int, denominator: fl
 
     groups = trainable.groups
     multiple = groups.tp.size() if trainable.config.sequence_parallel else 1
+    multiple *= 2 * groups.cp.size() if groups.cp.size() > 1 else 1
     trainable.zero_grad()
     losses = forward_backward(
         trainable.chunks,
