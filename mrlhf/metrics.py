@@ -123,6 +123,9 @@ class WandbWriter:
             ) from None
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(dir=str(folder), id=run_id, resume="allow", config=dict(config or {}))
+        # Our own axis: W&B's step only goes up, and a run that goes on from a checkpoint makes some steps again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     @property
     def run_id(self) -> str:
@@ -131,7 +134,7 @@ class WandbWriter:
 
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
         """Log all metrics at ``step``."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
         """Finish the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,9 @@ from mrlhf.dryrun.results import Lengths, Phase
 from mrlhf.dryrun.run import Alike, describe_ranks, total_parameters
 from mrlhf.dryrun.traffic import Message
 from mrlhf.model_config import ModelConfig
-from mrlhf.planning.from_config import role_sizes
+from mrlhf.planning import fp8
+from mrlhf.planning.from_config import make_role, role_sizes
+from mrlhf.planning.job import Role
 
 GIB = 2**30
 
@@ -32,9 +35,14 @@ def as_values(
         "layout": config.parallel.sizes(world_size).describe(),
         "prompt_length": lengths.prompt,
         "response_length": lengths.response,
-        "fp8_left_out": config.precision.fp8 is not None,
+        "fp8": config.precision.fp8,
+        "fp8_walked": config.precision.fp8 is not None and config.precision.fp8_emulation,
         "ranks": [_group(group) for group in groups],
     }
+    planned = {role: make_role(config, role, model, world_size) for role, model in models.items()}
+    for values, group in zip(answer["ranks"], groups, strict=True):
+        for name, part in planned.items():
+            values["models"][name]["fp8"] = _fp8(part, part.stage_of(group.walk.rank))
     if sum(len(group.ranks) for group in groups) == world_size:
         answer["models"] = {}
         for role, model in models.items():
@@ -79,6 +87,18 @@ def _group(group: Alike) -> dict[str, Any]:
     }
 
 
+def _fp8(role: Role, stage: int) -> dict[str, Any] | None:
+    """By formula: what Transformer Engine's FP8 has and a walk has not."""
+    if not role.fp8:
+        return None
+    reductions = fp8.amax_reductions(role, stage)
+    return {
+        "layers": role.fp8_layers(stage),
+        "weights": fp8.weight_bytes(role, stage),
+        "amax_all_reduces_of_a_micro_batch": asdict(reductions) if reductions is not None else None,
+    }
+
+
 def _phase(phase: Phase) -> dict[str, Any]:
     return {
         "times": phase.times,
@@ -106,17 +126,20 @@ def print_report(answer: Mapping[str, Any], groups: Sequence[Alike], console: Co
     console.print(
         f"{answer['layout']}; prompts of {answer['prompt_length']} and responses of {answer['response_length']} tokens"
     )
-    if answer["fp8_left_out"]:
-        console.print("FP8 is left out: weights, activations and messages are those of precision.dtype")
-    for group in groups:
-        _print_group(group, console)
+    if answer["fp8"] and not answer["fp8_walked"]:
+        console.print(
+            "FP8: rows and passes are filled up as it needs them, layers are walked in precision.dtype; what it adds "
+            "is counted by formula, below each table of models. Memory and messages of the tables are without it"
+        )
+    for group, values in zip(groups, answer["ranks"], strict=True):
+        _print_group(group, values["models"], console)
     for role, counted in answer.get("models", {}).items():
         found, own = counted["parameters_of_all_ranks"], counted["parameters_of_the_model"]
         verdict = "the model's own number" if found == own else f"NOT the model's {own:,}"
         console.print(f"{role}: {found:,} parameters on all ranks of a replica, each counted once: {verdict}")
 
 
-def _print_group(group: Alike, console: Console) -> None:
+def _print_group(group: Alike, values: Mapping[str, Any], console: Console) -> None:
     walk, several = group.walk, len(group.ranks) > 1
     title = describe_ranks(group.ranks) + (f" are alike, rank {walk.rank} was walked" if several else "")
     if group.passes_of != walk.rank:
@@ -127,6 +150,9 @@ def _print_group(group: Alike, console: Console) -> None:
         sizes = [_gib(size) for size in (part.weights, part.gradients, part.optimizer)]
         models.add_row(role, str(part.layers), f"{part.parameters:,}", *sizes)
     console.print(models)
+    for role in walk.parts:
+        if (extra := values[role]["fp8"]) is not None:
+            console.print(_fp8_line(role, extra), markup=False)
     phases = Table("phase", "times", "micro-batches", "peak", "kind", "group", "count", "GiB")
     for name, phase in walk.phases.items():
         rows = _by_kind(phase.messages) or [("", "", "", "")]
@@ -140,6 +166,19 @@ def _print_group(group: Alike, console: Console) -> None:
     console.print(
         f"KV cache {_gib(walk.kv_cache)} GiB; a checkpoint has {len(walk.saved)} tensors of this rank, of which it "
         f"writes {_gib(walk.written)} GiB"
+    )
+
+
+def _fp8_line(role: str, extra: Mapping[str, Any]) -> str:
+    """``actor: FP8 in 20 layers keeps 3.98 GiB of weights and scales; a micro-batch has 40, 80 in training ...``."""
+    line = f"{role}: FP8 in {extra['layers']} layers keeps {_gib(extra['weights'])} GiB of weights and scales"
+    told = extra["amax_all_reduces_of_a_micro_batch"]
+    if told is None:
+        return line
+    training = f", {told['training']} in training" if told["training"] else ""
+    return (
+        f"{line}; a micro-batch has {told['forward']}{training} all_reduce of largest values ({told['bytes']} bytes) "
+        f"over {told['group']} ({told['ranks']})"
     )
 
 

@@ -117,7 +117,9 @@ def role_sizes(config: RunConfig, role: str, world_size: int) -> ParallelSizes:
     return config.parallel_of(role).sizes(world_size)
 
 
-def _role(config: RunConfig, name: str, model: ModelConfig, world_size: int, *, trained: bool) -> Role:
+def make_role(config: RunConfig, name: str, model: ModelConfig, world_size: int) -> Role:
+    """One model of a run."""
+    trained = name in TRAINED
     precision = config.precision
     average = isinstance(config, PPOConfig) and name == "actor" and config.ppo.ema_decay is not None
     return Role(
@@ -136,7 +138,7 @@ def _role(config: RunConfig, name: str, model: ModelConfig, world_size: int, *, 
 
 
 def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: int, means: MeanLengths) -> Job:
-    roles = tuple(_role(config, name, models[name], world_size, trained=name in TRAINED) for name in role_paths(config))
+    roles = tuple(make_role(config, name, models[name], world_size) for name in role_paths(config))
     multiple = _width_multiple(config, roles)
     response = config.rollout.max_response_length
     prompt = config.data.max_prompt_length
@@ -179,7 +181,7 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
 def _supervised_job(
     config: SupervisedConfig, models: Mapping[str, ModelConfig], world_size: int, means: MeanLengths
 ) -> Job:
-    roles = tuple(_role(config, name, models[name], world_size, trained=name in TRAINED) for name in role_paths(config))
+    roles = tuple(make_role(config, name, models[name], world_size) for name in role_paths(config))
     multiple = _width_multiple(config, roles)
     longest = config.data.max_length or min(model.max_position_embeddings for model in models.values())
     length = _mean(means.response, longest, "--response-length", "data.max_length")

@@ -192,4 +192,6 @@ def test_a_dry_run_does_what_a_real_rank_does(run_ranks: Any, inputs: Path, tmp_
         assert walk.saved == real["saved"]
         assert walk.written > 0 or rank > 0
         for role, part in walk.parts.items():
-            assert (part.weights, part.gradients, part.optimizer) == pytest.approx(real["bytes"][role], rel=0.01), role
+            # A few kilobytes besides: steps and what else an optimizer keeps that is no state of a parameter.
+            bytes_held = (part.weights, part.gradients, part.optimizer)
+            assert bytes_held == pytest.approx(real["bytes"][role], rel=0.01, abs=2048), role

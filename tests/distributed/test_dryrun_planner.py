@@ -19,6 +19,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_pp2_sp_distributed_bf16": (8, [f"{TP}=2", f"{PP}=2", SP, DISTRIBUTED, BF16]),
     "fp32": (1, []),
     "tp4_bf16_ema": (4, [f"{TP}=4", BF16, "ppo.ema_decay=0.99"]),
+    "cp2_tp2_sp_bf16": (8, ["parallel.context_parallel_size=2", f"{TP}=2", SP, DISTRIBUTED, BF16]),
+    "cp4_fp32": (4, ["parallel.context_parallel_size=4"]),
+    "cp2_recompute_pp2_bf16": (4, ["parallel.context_parallel_size=2", f"{PP}=2", "parallel.recompute=true", BF16]),
+    "tp2_sp_fp8": (2, [f"{TP}=2", SP, BF16, "precision.fp8=hybrid", "precision.fp8_recipe=mxfp8"]),
     "pp4_vpp_distributed": (
         8,
         [f"{PP}=4", "parallel.virtual_pipeline_model_parallel_size=2", DISTRIBUTED, BF16],
@@ -74,6 +78,27 @@ def walks(inputs: Path, overrides: list[str], world: int) -> list[Any]:
     return result
 
 
+def check_messages(job: Any, role: Any, stage: int, walk: Any, *, backward: bool) -> None:
+    """Keys and values to the byte, tensor and pipeline parallel traffic to 1%."""
+    from mrlhf.planning.traffic import pass_traffic
+
+    phase = walk.phases[f"{'train' if backward else 'inference'}/{role.name}"]
+    sent = dict.fromkeys(("tp", "cp", "pp"), 0.0)
+    for message, count in phase.messages.items():
+        # fp32 numbers of every token are put together over CP for the loss, and shapes go ahead of tensors.
+        if (
+            message.group in sent
+            and message.dtype != "int64"
+            and not (message.group == "cp" and len(message.shape) < 4)
+        ):
+            sent[message.group] += count * message.sent / phase.micro_batches
+    plain = replace(role, fp8=False)
+    planned = pass_traffic(job, plain, stage, job.train if backward else job.inference, backward=backward)
+    assert sent["cp"] == planned.context
+    assert sent["pp"] == pytest.approx(planned.pipeline, rel=0.01)
+    assert sent["tp"] == pytest.approx(planned.tensor, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
@@ -99,5 +124,9 @@ def test_the_plan_is_within_5_percent(run_ranks: Any, tmp_path: Path, name: str)
         assert job.rollout is not None
         assert kv_cache_bytes(job, actor, job.rollout, walk.parts["actor"].layers) == walk.kv_cache
         planned = phases(job, stages)
+        for role in job.roles:
+            check_messages(job, role, stages[role.name], walk, backward=False)
+            if role.trained:
+                check_messages(job, role, stages[role.name], walk, backward=True)
         walked = max(walk.phases["train/actor"].peak, walk.phases["train/critic"].peak)
         assert planned["train"].total - planned["train"].rows == pytest.approx(walked, rel=0.05)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from mrlhf.checkpoint.convert import conversion_sizes
 from mrlhf.errors import ConfigError
+from mrlhf.model_config import ModelConfig
 from tests.distributed.hf_tools import (
     DATA,
     TOKENS,
@@ -278,3 +280,9 @@ def test_b7_too_few_key_value_heads(models: dict[str, str]) -> None:
     assert "4" in message
     assert "imported" not in message
     assert "conversion with TP 4 x PP 1 needs 4 processes, but 1" in _refused(models["recorded"], 4)
+
+
+def test_f1_conversion_names_all_sizes() -> None:
+    model = ModelConfig("llama", 64, 4, 4, 4, 16, 128, 97, 64)
+    with pytest.raises(ConfigError, match="conversion with TP 4 x PP 4 needs 16 processes, but 4 were started"):
+        conversion_sizes(model, 4, 4, 4)

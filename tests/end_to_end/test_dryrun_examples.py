@@ -51,15 +51,24 @@ def test_every_rank_of_70b() -> None:
         assert group["models"]["actor"]["layers"] == 20
         train = group["phases"]["train/actor"]
         assert (train["times"], train["micro_batches"]) == (2, 128)
-        # 2,049 slots of a row are padded to 2,056 = 8 x 257; 128 micro-batches pass each border in both directions.
+        # 2,047 tokens of a row and the slot after them are 8 x 256; 128 micro-batches pass each border both ways.
         for kind in ("send", "recv"):
             passed = messages(group, "train/actor", kind)
             assert sum(m["count"] for m in passed) == 128 * ((stage > 0) + (stage < 3))
-            assert all(m["shape"] == [257, 1, 8192] and m["dtype"] == "bfloat16" for m in passed)
+            assert all(m["shape"] == [256, 1, 8192] and m["dtype"] == "bfloat16" for m in passed)
             assert {m["peer"] // 8 for m in passed} <= {stage - 1, stage + 1}
         # Under sequence parallelism a layer has two all-gathers and two reduce-scatters of its input in a forward pass.
-        gathered = [m for m in messages(group, "inference/actor", "all_gather") if m["shape"] == [2056, 2, 8192]]
-        assert sum(m["count"] for m in gathered) == 128 * (2 * 20 + (stage == 3))
+        gathered = [m for m in messages(group, "inference/actor", "all_gather") if m["shape"] == [2048, 1, 8192]]
+        assert sum(m["count"] for m in gathered) == 256 * (2 * 20 + (stage == 3))
+        # A decoding step fills 128 rows up to nothing: they are 8 x 16 tokens.
+        assert all(m["shape"] == [16, 1, 8192] for m in messages(group, "rollout/decode", "send"))
+        # By formula: two bytes of each matrix, an fp32 scale each; the largest values of gathered inputs and gradients.
+        matrices = (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8
+        actor = group["models"]["actor"]["fp8"]
+        assert (actor["layers"], actor["weights"]) == (20, 20 * (2 * matrices + 16))
+        reductions = {"group": "tp", "ranks": 8, "forward": 40, "training": 80, "bytes": 4}
+        assert actor["amax_all_reduces_of_a_micro_batch"] == reductions
+        assert group["models"]["reference"]["fp8"]["weights"] == 20 * (matrices + 16)
     # bf16 weights and 12 bytes of fp32 a parameter, each written once, the vocabulary padded from 128,256 to 129,024.
     padding = 768 * (2 * 8192 + 4096)
     written = sum(group["checkpoint"]["written"] * len(group["ranks"]) for group in answer["ranks"])

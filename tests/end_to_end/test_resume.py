@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -228,22 +231,64 @@ def test_a_run_goes_on_under_another_layout(inputs: dict[str, Path], tmp_path: P
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), key
 
 
-def wandb_id(inputs: dict[str, Path], root: Path) -> None:
-    """F5: the id of the W&B run comes back from the checkpoint, to be passed to the writer that goes on."""
-    from mrlhf.trainer.sft import build_trainer
+class FakeWandb(ModuleType):
+    """What of Weights & Biases matters here: a run is continued by its id, and its own steps only go up."""
 
-    config, _ = make("sft", inputs, root / "run", "trainer.iterations=2")
-    first = build_trainer(config)
-    first.train()
-    first.checkpoints.wandb_id = "abc123"
-    first.checkpoints.save(2, {})
-    again = build_trainer(make("sft", inputs, root / "run", "trainer.iterations=3", "trainer.resume=auto")[0])
-    assert again.checkpoints.resume() == 2
-    assert again.checkpoints.wandb_id == "abc123"
+    def __init__(self, file: Path) -> None:
+        """Everything that arrives is appended to ``file``."""
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.file = file
+
+    def init(self, *, id: str | None, resume: str, **_: Any) -> FakeWandb:  # noqa: A002  W&B's name
+        import torch.distributed as dist
+
+        self.id = id or "made-up"
+        # A continued run goes on after the last step that it was sent.
+        self.step = sum("row" in line for line in self.lines() if line["id"] == self.id)
+        self.axis = "own"
+        self.tell(began=dist.get_rank(), resume=resume)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        if name == "*" and step_metric is not None:
+            self.axis = step_metric
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        if step is not None and step < self.step:
+            return
+        self.step = (self.step if step is None else step) + 1
+        self.tell(row=self.step - 1 if self.axis == "own" else data[self.axis])
+
+    def finish(self) -> None:
+        """Nothing is kept back."""
+
+    def tell(self, **values: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps({"id": self.id, **values}) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
 
-def test_f5_the_id_of_the_wandb_run_is_kept(inputs: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(wandb_id, 1, inputs, tmp_path)
+def wandb_run(inputs: dict[str, Path], root: Path) -> None:
+    """A run that is killed after its save, and goes on."""
+    sys.modules["wandb"] = FakeWandb(root / "wandb.jsonl")
+    options = ("trainer.wandb=true", "trainer.export=false")
+    config, train = make("sft", inputs, root / "run", *options)
+    train(config)
+    cut(root / "run")
+    train(make("sft", inputs, root / "run", *options, "trainer.resume=auto")[0])
+    del sys.modules["wandb"]
+
+
+def test_f5_a_resumed_run_goes_on_in_its_wandb_run(inputs: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(wandb_run, 2, inputs, tmp_path)
+    lines = FakeWandb(tmp_path / "wandb.jsonl").lines()
+    # The first rank alone begins, and both times in the same run; steps after the save are sent again, none is lost.
+    assert [line["began"] for line in lines if "began" in line] == [0, 0]
+    assert {line["id"] for line in lines} == {"made-up"}
+    assert [line["row"] for line in lines if "row" in line] == [*range(ITERATIONS), *range(SAVED, ITERATIONS)]
 
 
 def exports(inputs: dict[str, Path], root: Path) -> None:
