@@ -42,6 +42,7 @@ def dryrun(
 
     models = read_models(loaded)
     check_job(loaded, world_size, models)
+    _check_dense(models)
     ranks = parse_ranks(rank, world_size)
     from mrlhf.dryrun.report import as_values, print_report
     from mrlhf.dryrun.run import Lengths, default_lengths, dry_run
@@ -80,6 +81,15 @@ def parse_ranks(text: str, world_size: int) -> list[int]:
             )
         ranks.append(int(word))
     return ranks
+
+
+def _check_dense(models: dict[str, Any]) -> None:
+    found = [role for role, model in models.items() if model.num_experts is not None]
+    if found:
+        raise ConfigError(
+            f"dryrun: {', '.join(found)} is a mixture of experts; which expert gets which token follows from the "
+            "weights, which a dry run has not; use `mrlhf plan`, which counts experts as evenly loaded"
+        )
 
 
 def _check_lengths(total: int, models: dict[str, Any]) -> None:

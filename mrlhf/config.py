@@ -104,6 +104,11 @@ def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConf
     problems = layout_problems(config, world_size, models, max_response_length=config.longest_response)
     if not config.ranks_of("actor", world_size):
         raise ConfigError(join_problems("these sizes cannot work together:", problems))
+    if config.actor.moe_aux_loss_coef and "actor" in models and models["actor"].num_experts is None:
+        problems.append(
+            f"actor.moe_aux_loss_coef {config.actor.moe_aux_loss_coef} is for mixture-of-experts models, and the actor "
+            "is dense; set it to 0"
+        )
     limit = config.ptx.max_length
     problems += [
         f"ptx.max_length {limit} is over the {role}'s length of {model.max_position_embeddings}; lower it"

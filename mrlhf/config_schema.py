@@ -37,6 +37,9 @@ class ActorConfig(Section):
 
     path: str = Field(description="Hugging Face folder of the language model, or one written by `mrlhf convert import`")
     dropout: Dropout = Field(0.0, description="dropout of the actor's training passes only; 0 keeps the ratio exact")
+    moe_aux_loss_coef: NonNegativeFloat = Field(
+        0.0, description="weight of the load balancing loss of a mixture-of-experts actor's routers; 0: none"
+    )
 
 
 class CriticConfig(Section):

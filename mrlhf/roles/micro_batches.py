@@ -15,6 +15,18 @@ def by_rows(count: int, size: int) -> Plan:
     return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
+def split_up(plan: Plan, count: int) -> Plan:
+    """The plan with the largest micro-batches cut in halves until there are ``count``, or single rows only."""
+    found = list(plan)
+    while len(found) < count:
+        largest = max(range(len(found)), key=lambda i: len(found[i]))
+        rows = found[largest]
+        if len(rows) < 2:
+            return found
+        found[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return found
+
+
 def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1, packed: bool = False) -> Plan:
     """Micro-batches whose padded size, rows times the longest row, stays within ``budget`` tokens.
 
@@ -47,12 +59,9 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1, packed:
             plan[-1].append(row)
         else:
             plan.append([row])
-    while len(plan) % multiple:
-        largest = max(range(len(plan)), key=lambda i: len(plan[i]))
-        rows = plan[largest]
-        if len(rows) < 2:
-            raise ValueError(f"{len(lengths)} rows cannot make a multiple of {multiple} micro-batches")
-        plan[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    plan = split_up(plan, round_up(len(plan), multiple))
+    if len(plan) % multiple:
+        raise ValueError(f"{len(lengths)} rows cannot make a multiple of {multiple} micro-batches")
     return plan
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from mrlhf.megatron.balance import take_load_balancing_loss
+from mrlhf.megatron.joined import passes_of_all
 from mrlhf.megatron.model import LogprobRequest
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.megatron.schedule import forward_backward, forward_only
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.batches import on_other_replicas
 from mrlhf.parallel.collectives import broadcast_from_last_stage
-from mrlhf.roles.micro_batches import Cut, Plan
+from mrlhf.roles.micro_batches import Cut, Plan, split_up
 from mrlhf.types import Metric, RolloutBatch, labels, merge_metrics
 
 LossFunction = Callable[[RolloutBatch, torch.Tensor], tuple[torch.Tensor, dict[str, Metric]]]
@@ -220,6 +222,10 @@ class TrainedModel(RoleModel):
         # Fused kernels and recomputation look at the mode; dropout is 0 unless the configuration asks for it.
         self.trainable.train(True)
         self.trainable.zero_grad()
+        balanced = bool(self.trainable.config.num_moe_experts and self.trainable.config.moe_aux_loss_coeff)
+        passes = passes_of_all(len(plan), self.groups) if balanced else len(plan)
+        # A pass without meaning would be one more for the routers to balance.
+        plan = split_up(plan, passes)
         parts = forward_backward(
             self.trainable.chunks,
             [minibatch.select(rows).trim() for rows in plan],
@@ -233,7 +239,12 @@ class TrainedModel(RoleModel):
         )
         self.trainable.train(False)
         finite, norm = self.trainable.prepare_step()
-        return Gradients(finite, norm, merge_metrics(parts), self.trainable.scale_exhausted)
+        metrics = merge_metrics(parts)
+        balance = take_load_balancing_loss(self.trainable.config, self.groups, passes)
+        if balance is not None and self.is_last_stage:
+            value = torch.tensor(balance, dtype=torch.float64)
+            metrics["load_balancing_loss"] = Metric("mean", value, torch.tensor(1.0, dtype=torch.float64))
+        return Gradients(finite, norm, metrics, self.trainable.scale_exhausted)
 
     def apply(self, gradients: Gradients, wanted: bool = True) -> Update:
         """Step on finite ``gradients``, or skip them where the step is not ``wanted``."""

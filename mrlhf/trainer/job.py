@@ -166,11 +166,12 @@ def load_model(
     head_init: str = "auto",
     init: Literal["loaded", "random"] = "loaded",
     masked: bool = False,
+    moe_aux_loss_coef: float = 0.0,
 ) -> list[torch.nn.Module]:
     """This rank's stages of ``job.models[role]`` with the weights in ``path``; ``head_init`` as `load_weights`.
 
     With ``init="random"`` nothing is read, and the weights are drawn by the run's seed (`draw_weights`). A model that
-    will get attention masks is ``masked``, see `build_model`.
+    will get attention masks is ``masked``, see `build_model`, also for ``moe_aux_loss_coef``.
     """
     model, layout = job.models[role], job.layout_of(role)
     loaded = init == "loaded" and job.weights
@@ -188,6 +189,7 @@ def load_model(
         fp8=fp8_for(job.config, role, trained=trainable),
         recompute=trainable and job.config.parallel_of(role).recompute,
         kernels=job.config.precision.kernels,
+        moe_aux_loss_coef=moe_aux_loss_coef,
     )
     if not job.weights:
         return list(chunks)

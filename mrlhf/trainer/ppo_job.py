@@ -108,7 +108,15 @@ def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_re
 def build_actor(job: PPOJob) -> Actor:
     """The actor with its optimizer."""
     config = job.config
-    chunks = load_model(job, "actor", config.actor.path, "lm", dropout=config.actor.dropout, trainable=True)
+    chunks = load_model(
+        job,
+        "actor",
+        config.actor.path,
+        "lm",
+        dropout=config.actor.dropout,
+        trainable=True,
+        moe_aux_loss_coef=config.actor.moe_aux_loss_coef,
+    )
     # Its schedule rests while the critic warms up.
     steps = config.trainer.iterations - config.ppo.critic_warmup_iterations
     trainable = _trainable(job, "actor", chunks, config.optimizer.actor, steps)

@@ -1,0 +1,94 @@
+"""Whole PPO runs of a mixture-of-experts actor: the same numbers with experts on one rank and shared over ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.hf_tools import read_tensors
+from tests.distributed.moe_tools import write_moe
+from tests.end_to_end.test_ppo_run import _assert_same_run
+from tests.ranks import run_ranks
+from tests.tiny_run import make_config, make_inputs, read_lines, train
+
+EP2 = ("parallel.expert_model_parallel_size=2",)
+PP2 = "parallel.pipeline_model_parallel_size=2"
+TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+TOKENS = ("ppo.micro_batch_tokens=60", "inference.micro_batch_tokens=70")
+ONE = "ppo.micro_batch_size=1"
+LAYOUTS = {
+    # Three prompts at once of four, and micro-batches by tokens: replicas have different numbers of passes.
+    "ep2": (2, [*EP2, "optimizer.distributed=true", "rollout.batch_size=3", *TOKENS]),
+    "tp2-ep4": (4, [*TP2, "parallel.expert_model_parallel_size=4", "parallel.expert_tensor_parallel_size=1", ONE]),
+    "ep2-pp2": (4, [*EP2, PP2, ONE]),
+}
+SLOW = ("tp2-ep4", "ep2-pp2")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_inputs(tmp_path_factory.mktemp("moe"))
+    write_moe(folder / "moe", "qwen3_moe", seed=5, tokenizer=True, initializer_range=0.1)
+    return folder
+
+
+def config(inputs: Path, output: Path, *overrides: str) -> Any:
+    """The dense critic and reward model have a layout of their own."""
+    sources = (
+        f"[{{kind: model, path: '{inputs / 'reward'}', weight: 0.5, parallel: {{}}}}, "
+        "{kind: function, target: 'tests.tiny_run:letters', weight: 2.0}]"
+    )
+    base = [f"actor.path={inputs / 'moe'}", f"reward.sources={sources}", "critic.parallel={}"]
+    return make_config(inputs, output, *base, "rollout.max_response_length=9", *overrides)
+
+
+def run(inputs: Path, output: Path, *overrides: str) -> None:
+    train(config(inputs, output, *overrides))
+
+
+@pytest.fixture(scope="module")
+def alone(inputs: Path) -> Path:
+    run_ranks(run, 1, inputs, inputs / "alone", "trainer.export=true")
+    return inputs / "alone"
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAYOUTS])
+def test_the_layout_changes_nothing(inputs: Path, alone: Path, layout: str) -> None:
+    world, overrides = LAYOUTS[layout]
+    lengths = {row["response_length"] for row in read_lines(alone / "samples.jsonl")}
+    assert len(lengths) > 1  # so that one replica ends before the other
+    run_ranks(run, world, inputs, inputs / layout, *overrides, "trainer.export=true")
+    _assert_same_run(inputs / layout, alone)
+    ours, theirs = read_tensors(inputs / layout / "actor"), read_tensors(alone / "actor")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        # Adam moves an entry of a tiny gradient by the sign of its rounding error.
+        assert float((ours[name] - tensor).abs().mean()) < 2e-5, name
+
+
+def resumed(inputs: Path, root: Path, *overrides: str) -> None:
+    """Two iterations in one go, and the second one of them again."""
+    shared = ("checkpoint.interval=1", *overrides)
+    train(config(inputs, root / "whole", *shared))
+    train(config(inputs, root / "part", *shared, "trainer.iterations=1"))
+
+
+def go_on(inputs: Path, root: Path, *overrides: str) -> None:
+    train(config(inputs, root / "part", "checkpoint.interval=1", "trainer.resume=auto", *overrides))
+
+
+def test_a_run_goes_on_with_its_experts_elsewhere(inputs: Path, tmp_path: Path) -> None:
+    run_ranks(resumed, 2, inputs, tmp_path, *EP2, "optimizer.distributed=true")
+    whole = read_lines(tmp_path / "whole" / "metrics.jsonl")[1]
+    for name, overrides in {"same": [*EP2, "optimizer.distributed=true"], "ep1": []}.items():
+        shutil.copytree(tmp_path / "part", tmp_path / name / "part")
+        run_ranks(go_on, 2, inputs, tmp_path / name, *overrides)
+        part = read_lines(tmp_path / name / "part" / "metrics.jsonl")[1]
+        keys = ("score_mean", "policy_loss", "actor_grad_norm", "value_loss", "kl_k1")
+        expected = {key: whole[key] for key in keys}
+        if name == "same":
+            assert {key: part[key] for key in keys} == expected
+        assert {key: part[key] for key in keys} == pytest.approx(expected, rel=1e-3, abs=1e-5)
