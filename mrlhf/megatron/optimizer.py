@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
@@ -182,7 +184,28 @@ def _build_optimizer(
         min_loss_scale=MIN_LOSS_SCALE,
         use_distributed_optimizer=distributed,
     )
-    return get_megatron_optimizer(optimizer_config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+    with _among(groups.intra_dist_opt):
+        return get_megatron_optimizer(
+            optimizer_config, list(chunks), use_gloo_process_groups=False, pg_collection=groups
+        )
+
+
+@contextmanager
+def _among(group: dist.ProcessGroup) -> Iterator[None]:
+    """Collectives of all ranks are among those of ``group`` inside.
+
+    Megatron's ``_get_param_groups`` compares the optimizer's parameter groups over the whole world, whatever groups
+    it is given; but the other ranks may be building another model at that moment, or none.
+    """
+    world = dist.GroupMember.WORLD
+    if world is None or group.size() == world.size():
+        yield
+        return
+    try:
+        dist.GroupMember.WORLD = group
+        yield
+    finally:
+        dist.GroupMember.WORLD = world
 
 
 def _build_schedule(optimizer: Any, settings: AdamSettings) -> OptimizerParamScheduler:

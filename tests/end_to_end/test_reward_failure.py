@@ -65,6 +65,13 @@ def test_what_was_learned_is_saved_first(inputs: Path, tmp_path: Path, call: int
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
+def test_the_rank_of_the_critic_fails(inputs: Path, tmp_path: Path) -> None:
+    """Reward functions are called there under ``placement: split``; the actor's rank hears of it, and both save."""
+    split = ("placement=split",)
+    assert run_ranks(failing, 2, inputs, tmp_path, split, 3) == [[2], [2]]
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+
+
 def test_a_failure_in_an_evaluation(inputs: Path, tmp_path: Path) -> None:
     """The iteration before it counts: its metrics are written, and the run goes on with the next one."""
     overrides = ("trainer.eval_interval=2", f"evaluation.prompts={inputs / 'prompts.jsonl'}")
