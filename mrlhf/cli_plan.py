@@ -92,9 +92,9 @@ def plan(
         problems = hardware_problems(precision.fp8_recipe, table.name, formats)
         if problems:
             raise ConfigError(join_problems("the GPUs of --hardware cannot run this:", problems))
-    held_back = 0 if reserve == "0" else int(parse_bytes(reserve, "--reserve"))
+    held_back = int(parse_bytes(reserve, "--reserve", zero=True))
     if held_back >= table.memory:
-        raise ConfigError(f"--reserve {reserve} leaves nothing of {table.memory:.0f} bytes; lower it")
+        raise ConfigError(f"--reserve {reserve} leaves nothing of {table.memory / 1e9:.2f} GB; lower it")
     question = Question(
         config=loaded,
         models=read_models(loaded),

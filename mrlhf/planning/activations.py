@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrlhf.planning import experts
 from mrlhf.planning.job import Job, Role, Rows
 from mrlhf.planning.parameters import StageParameters
 
@@ -54,7 +55,14 @@ class TrainingBytes:
         return self.kept + self.working + self.head + self.gradient
 
 
-def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False) -> int:
+def layers_kept(job: Job, role: Role, stage: StageParameters, rows: Rows) -> int:
+    """Bytes that all layers of a rank keep for the backward pass of ``rows``, without FP8."""
+    moe = layer_kept(job, role, rows, moe=True) if stage.moe_layers else 0
+    dense = layer_kept(job, role, rows)
+    return stage.moe_layers * moe + (stage.layers - stage.moe_layers) * dense
+
+
+def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False, moe: bool = False) -> int:
     """Bytes that one layer keeps for the backward pass of ``rows``; an FP8 layer keeps products' inputs as bytes."""
     model, e, t, s = role.model, job.element_bytes, role.sizes.tensor_model_parallel_size, role.sequence_split
     n = _local(role, rows.tokens)
@@ -68,6 +76,8 @@ def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False) -> int:
     if role.sizes.context_parallel_size > 1 and not job.transformer_engine:
         # Keys and values of whole rows, gathered; Transformer Engine passes them around instead.
         attention += rows.tokens * both * e // t
+    if moe:
+        return norms + attention + experts.kept(job, role, n)
     mlp = n * ffn * (2 if gated else 1) * e // t + n * ffn * linear // t
     if gated and not job.cuda:
         mlp += 2 * n * ffn * e // t
@@ -95,7 +105,8 @@ def layer_work(job: Job, role: Role, tokens: int) -> int:
     inner = (3 if job.cuda else 4) if model.activation == "swiglu" else 2
     mlp = residual + gathered + inner * ffn
     # The output before it is reduced (and, under sequence parallelism, scattered).
-    return n * e * (max(attention, mlp) + h)
+    dense = n * e * (max(attention, mlp if model.moe_layers < model.num_layers else 0) + h)
+    return max(dense, experts.work(job, role, n)) if model.num_experts else dense
 
 
 def backward_work(job: Job, role: Role, tokens: int) -> int:
@@ -104,7 +115,8 @@ def backward_work(job: Job, role: Role, tokens: int) -> int:
     n, h, ffn = _local(role, tokens), model.hidden_size, model.ffn_hidden_size // t
     inner = (3 if job.cuda else 4) if model.activation == "swiglu" else 2
     full = 3 if s > 1 else 2
-    return n * e * (full * h + h // s + inner * ffn)
+    dense = n * e * (full * h + h // s + (inner * ffn if model.moe_layers < model.num_layers else 0))
+    return max(dense, experts.work(job, role, n)) if model.num_experts else dense
 
 
 def in_flight(role: Role, stage: int, micro_batches: int) -> tuple[int, int]:
@@ -138,8 +150,10 @@ def _training(
     n = _local(role, rows.tokens)
     chunks, virtual = in_flight(role, index, micro_batch_count)
     residual = n * h * e // s
-    one = layer_kept(job, role, rows)
-    whole = stage.layers * one - role.fp8_layers(index) * (one - layer_kept(job, role, rows, fp8=True))
+    one = layer_kept(job, role, rows, moe=stage.moe_layers > 0)
+    whole = layers_kept(job, role, stage, rows)
+    if not stage.moe_layers:
+        whole -= role.fp8_layers(index) * (one - layer_kept(job, role, rows, fp8=True))
     kept = chunks * (stage.layers * residual if role.recompute else whole) // virtual
     working = backward_work(job, role, rows.tokens)
     if role.recompute:

@@ -13,8 +13,8 @@ from mrlhf.planning.parameters import StageParameters
 
 
 def linear(stage: StageParameters, tokens: float) -> float:
-    """Of ``tokens`` through the linear layers of a rank, the part that FP8 can compute."""
-    return 2.0 * stage.layers * stage.layer.matrices * tokens
+    """Of ``tokens`` through the linear layers of a rank, the part that FP8 can compute; ``k`` experts a token."""
+    return 2.0 * stage.matrices * tokens
 
 
 def layers_forward(role: Role, stage: StageParameters, rows: Rows) -> float:

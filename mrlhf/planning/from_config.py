@@ -59,6 +59,11 @@ def fp8_role(config: RunConfig, role: str) -> str:
 
 def check_job(config: RunConfig, world_size: int, models: Mapping[str, ModelConfig]) -> None:
     """Raise one `ConfigError` with everything about the sizes that cannot work, as the run itself would."""
+    if isinstance(config, PPOConfig) and config.placement == "split":
+        raise ConfigError(
+            "placement split: plans and dry runs know models that share all ranks only; look at the actor's ranks "
+            "with placement=colocated and their number, which counts the critic and the reward models too"
+        )
     _check_sizes(config, world_size, models)
     precision, problems = config.precision, []
     for role, model in models.items():

@@ -121,9 +121,12 @@ _BYTES = {
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-z/]*)\s*$", re.IGNORECASE)
 
 
-def parse_bytes(text: str, option: str) -> float:
-    """``80GB`` (10^9), ``80GiB`` (2^30), ``81559MiB`` or a number of bytes; raises `ConfigError` naming ``option``."""
-    value, unit = _split(text, option, "a size such as 80GB, 80GiB or 81559MiB")
+def parse_bytes(text: str, option: str, *, zero: bool = False) -> float:
+    """``80GB`` (10^9), ``80GiB`` (2^30), ``81559MiB`` or a number of bytes; raises `ConfigError` naming ``option``.
+
+    With ``zero`` nothing is a size as well.
+    """
+    value, unit = _split(text, option, "a size such as 80GB, 80GiB or 81559MiB", zero=zero)
     if unit not in _BYTES:
         raise ConfigError(
             f"{option}: {text!r} has the unit {unit!r}; expected one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
@@ -153,10 +156,10 @@ def parse_flops(text: str, option: str) -> float:
     return value * scale
 
 
-def _split(text: str, option: str, expected: str) -> tuple[float, str]:
+def _split(text: str, option: str, expected: str, *, zero: bool = False) -> tuple[float, str]:
     found = _NUMBER.match(text)
-    if found is None or not 0 < float(found[1]) < float("inf"):
-        raise ConfigError(f"{option}: given {text!r}, expected {expected}, above 0")
+    if found is None or not (0 if zero else 1e-9) <= float(found[1]) < float("inf"):
+        raise ConfigError(f"{option}: given {text!r}, expected {expected}, {'0 or more' if zero else 'above 0'}")
     return float(found[1]), found[2].lower()
 
 
@@ -195,6 +198,8 @@ def with_own_numbers(
     changes: dict[str, float] = {}
     if memory is not None:
         changes["memory"] = parse_bytes(memory, "--gpu-memory")
+        if changes["memory"] < 2**20:
+            raise ConfigError(f"--gpu-memory {memory}: {changes['memory']:.0f} bytes; give a unit, such as 80GB")
     for key, text in (("bandwidth", bandwidth), ("link", link), ("network", network)):
         if text is not None:
             changes[key] = parse_rate(text, f"--{key}")

@@ -59,6 +59,15 @@ class Role:
         """Ranks over which norms and residuals are divided."""
         return self.sizes.tensor_model_parallel_size if self.sizes.sequence_parallel else 1
 
+    def replicas(self, stage: int) -> list[tuple[int, int]]:
+        """Parameters of a pipeline rank with the number of ranks that hold the same: the dense ones, the experts."""
+        parameters, sizes = self.stages[stage], self.sizes
+        dense = sizes.data_parallel_size * sizes.context_parallel_size
+        found = [(parameters.total - parameters.experts, dense)]
+        if parameters.experts:
+            found.append((parameters.experts, max(sizes.stage_ranks // sizes.expert_block, 1)))
+        return found
+
     def fp8_layers(self, stage: int) -> int:
         """Layers of a pipeline rank that compute in FP8."""
         stages, p = self.stages, self.sizes.pipeline_model_parallel_size

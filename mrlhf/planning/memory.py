@@ -84,13 +84,13 @@ def persistent(job: Job, role: Role, index: int) -> Persistent:
     copies = fp8.weight_bytes(role, index)
     if not role.trained:
         return Persistent(weights=count * e, fp8=copies)
-    share = role.sizes.data_parallel_size * role.sizes.context_parallel_size if job.distributed_optimizer else 1
+    replicas = role.replicas(index)
     states = optimizer_bytes_per_parameter(job)
     return Persistent(
         weights=count * e,
         fp8=copies,
         gradients=4 * count,
-        optimizer=-(-states * count // share),
+        optimizer=sum(-(-states * part // (share if job.distributed_optimizer else 1)) for part, share in replicas),
         average=4 * count if role.average else 0,
     )
 
@@ -155,9 +155,8 @@ def _gather_buffers(job: Job, stages: dict[str, int]) -> int:
         return 0
     sizes = []
     for role in job.trained():
-        count = role.stages[stages[role.name]].total
-        share = role.sizes.data_parallel_size * role.sizes.context_parallel_size
-        sizes.append(4 * -(-count // share) + (4 * count if share > 1 else 0))
+        for count, share in role.replicas(stages[role.name]):
+            sizes.append(4 * -(-count // share) + (4 * count if share > 1 else 0))
     return max(sizes, default=0)
 
 
@@ -199,9 +198,11 @@ def distinct_parameters(role: Role) -> int:
     norm = h * (1 if role.model.norm == "rmsnorm" else 2)
     total = 0
     for index, stage in enumerate(role.stages):
-        replicated = stage.layers * (2 * norm + (2 * h if role.model.mlp_bias else 0)) + stage.final_norm
+        vectors = 2 * norm + (2 * h if role.model.mlp_bias else 0) + (2 * role.model.head_dim * role.model.qk_norm)
+        replicated = stage.layers * vectors + stage.moe_layers * stage.layer.router + stage.final_norm
         replicated += stage.head if role.head == "value" else 0
-        sharded = stage.total - replicated
+        sharded = stage.total - replicated - stage.experts
+        total += stage.experts * role.sizes.expert_block
         if index and stage.embedding:
             # The last stage's copy of a tied embedding is the first stage's tensor.
             sharded -= stage.embedding

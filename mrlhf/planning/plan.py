@@ -10,7 +10,7 @@ from mrlhf.planning import flops
 from mrlhf.planning.hardware import Efficiency, Hardware
 from mrlhf.planning.job import Job, Role
 from mrlhf.planning.memory import PREFILL_TOKENS, checkpoint_bytes, host_bytes, persistent, phases
-from mrlhf.planning.parameters import model_parameters
+from mrlhf.planning.parameters import active_parameters, model_parameters
 from mrlhf.planning.timing import Clock
 from mrlhf.planning.traffic import Traffic, generation_traffic, pass_traffic, step_traffic
 
@@ -114,6 +114,8 @@ def _model(role: Role) -> dict[str, Any]:
         "trained": role.trained,
         "fp8": role.fp8,
         "parameters": model_parameters(model, role.head, value_bias=role.value_bias),
+        "active_parameters": active_parameters(model, role.head, value_bias=role.value_bias),
+        "expert_model_parallel_size": role.sizes.expert_model_parallel_size,
         "layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "tensor_model_parallel_size": role.sizes.tensor_model_parallel_size,
@@ -182,7 +184,7 @@ def _traffic(job: Job) -> dict[str, dict[str, float]]:
 
     def add(phase: str, each: list[Traffic]) -> None:
         """Add a role's traffic by pipeline rank."""
-        most = max(each, key=lambda traffic: traffic.tensor + traffic.pipeline + traffic.data + traffic.context)
+        most = max(each, key=lambda t: t.tensor + t.pipeline + t.data + t.context + t.expert)
         found[phase] = found.get(phase, Traffic()) + most
 
     for role in job.roles:
@@ -198,7 +200,7 @@ def _traffic(job: Job) -> dict[str, dict[str, float]]:
             add("train", each)
             add("optimizer", [step_traffic(job, role, i) * job.steps for i in stages])
     return {
-        name: {"tensor": t.tensor, "pipeline": t.pipeline, "data": t.data, "context": t.context}
+        name: {"tensor": t.tensor, "pipeline": t.pipeline, "data": t.data, "context": t.context, "expert": t.expert}
         for name, t in found.items()
     }
 

@@ -27,7 +27,7 @@ KEPT = {
     "optimizer": "optimizer",
     "average": "average",
 }
-TIMES = ("compute", "launch", "tensor", "context", "pipeline", "bubble", "data", "other")
+TIMES = ("compute", "launch", "tensor", "context", "expert", "pipeline", "bubble", "data", "other")
 
 
 def print_plan(plan: dict[str, Any], console: Console) -> None:
@@ -76,6 +76,8 @@ def _headline(plan: dict[str, Any], console: Console) -> None:
     if layout["context_parallel_size"] > 1:
         parts.append(f"CP {layout['context_parallel_size']}")
     parts.append(f"DP {layout['data_parallel_size']}")
+    if layout["expert_model_parallel_size"] > 1:
+        parts[-1] += f", experts over EP {layout['expert_model_parallel_size']}"
     text = f"{plan['kind']} on {layout['world_size']} x {hardware['name']}: {' x '.join(parts)}"
     if layout["virtual_pipeline_model_parallel_size"]:
         text += f", {layout['virtual_pipeline_model_parallel_size']} virtual stages a rank"
@@ -111,11 +113,12 @@ def _models(plan: dict[str, Any]) -> Table:
     table = _table("Models", "role", "parameters", "head", "trained", "TP", "PP", "DP", "first rank", "middle", "last")
     for model in plan["models"]:
         stages = model["stages"]
+        active = model["active_parameters"]
         middle = f"{stages[len(stages) // 2]['parameters']:,}" if len(stages) > 2 else ""
         last = f"{stages[-1]['parameters']:,}" if len(stages) > 1 else ""
         table.add_row(
             model["role"] + (" (FP8)" if model["fp8"] else ""),
-            f"{model['parameters']:,}",
+            f"{model['parameters']:,}" + (f" ({active:,} active)" if active < model["parameters"] else ""),
             "value" if model["head"] == "value" else "language",
             "yes" if model["trained"] else "frozen",
             str(model["tensor_model_parallel_size"]),
@@ -175,6 +178,7 @@ def _work(plan: dict[str, Any]) -> Table:
         "PP sent",
         "DP sent",
         "CP sent",
+        "EP sent",
     )
     for phase in [name for name in plan["seconds"] if name in plan["flops"] or name in plan["traffic"]]:
         work = plan["flops"].get(phase, {"all_ranks": 0.0, "rank": 0.0})
@@ -183,7 +187,7 @@ def _work(plan: dict[str, Any]) -> Table:
             phase,
             count(work["all_ranks"]),
             count(work["rank"]),
-            *[size(sent.get(kind, 0.0)) for kind in ("tensor", "pipeline", "data", "context")],
+            *[size(sent.get(kind, 0.0)) for kind in ("tensor", "pipeline", "data", "context", "expert")],
         )
     return table
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from mrlhf.planning import flops
+from mrlhf.planning import experts, flops
 from mrlhf.planning.hardware import Efficiency, Hardware
 from mrlhf.planning.job import Job, Role, Rollout, Rows
 from mrlhf.planning.memory import PREFILL_TOKENS, checkpoint_bytes
@@ -28,6 +28,7 @@ class Seconds:
         launch: what launching kernels adds where layers are shorter than that.
         tensor: tensor-parallel communication.
         context: keys and values of context-parallel ranks.
+        expert: tokens on their way to experts and back.
         pipeline: messages between stages.
         bubble: waiting of the slowest stage for the pipeline to fill and to drain.
         data: gradients and weights over data-parallel ranks.
@@ -38,6 +39,7 @@ class Seconds:
     launch: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    expert: float = 0.0
     pipeline: float = 0.0
     bubble: float = 0.0
     data: float = 0.0
@@ -118,7 +120,8 @@ class Clock:
         stage, job = role.stages[index], self.job
         t, e = role.sizes.tensor_model_parallel_size, job.element_bytes
         # The embedding is looked up, not read. FP8 layers read their copies of one byte.
-        weights = (stage.layers * stage.layer.total + stage.output) * e
+        idle = stage.experts * (1 - experts.read_share(role, active))
+        weights = (stage.layers_total - idle + stage.output) * e
         weights -= role.fp8_layers(index) * stage.layer.matrices * (e - 1)
         context = rollout.mean_prompt + steps / 2
         keys = 2 * stage.layers * max(role.model.num_query_groups // t, 1) * role.model.head_dim * e * active * context
@@ -193,9 +196,11 @@ class Clock:
         data = self._link(stage)
         pipeline = self._link(stage * sizes.pipeline_model_parallel_size)
         context = self._link(t * c)
+        expert = self._link(sizes.expert_block)
         return Seconds(
             tensor=traffic.tensor / near[0] + traffic.tensor_calls * near[1],
             context=traffic.context / context[0] + traffic.context_calls * context[1],
+            expert=traffic.expert / expert[0] + traffic.expert_calls * expert[1],
             pipeline=traffic.pipeline / pipeline[0] + traffic.pipeline_calls * pipeline[1],
             data=traffic.data / data[0] + traffic.data_calls * data[1],
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrlhf.planning import fp8
+from mrlhf.planning import experts, fp8
 from mrlhf.planning.job import Job, Role, Rows
 from mrlhf.planning.parameters import StageParameters
 
@@ -24,10 +24,12 @@ class Traffic:
     pipeline: float = 0.0
     data: float = 0.0
     context: float = 0.0
+    expert: float = 0.0
     tensor_calls: float = 0.0
     pipeline_calls: float = 0.0
     data_calls: float = 0.0
     context_calls: float = 0.0
+    expert_calls: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
         """Both together."""
@@ -55,8 +57,10 @@ def pass_traffic(job: Job, role: Role, index: int, rows: Rows, *, backward: bool
     if t > 1:
         # In all-gathers or reduce-scatters: 4 a layer and direction, and with sequence parallelism 2 more backwards.
         passes = 1 + backward + (backward and role.recompute)
-        count = stage.layers * (4.0 * passes + (2 if split and backward else 0))
-        calls = stage.layers * ((4.0 if split else 2.0) * passes + (2 if split and backward else 0))
+        # Of a mixture of experts only the attention is shared out so.
+        halves = stage.layers - stage.moe_layers / 2
+        count = halves * (4.0 * passes + (2 if split and backward else 0))
+        calls = halves * ((4.0 if split else 2.0) * passes + (2 if split and backward else 0))
         extra = _ends(stage, index, role, split=split, backward=backward)
         count, calls = count + extra[0], calls + extra[1]
     tensor = (count - fp8.gathers_saved(role, index, e, backward=backward)) * half
@@ -73,9 +77,12 @@ def pass_traffic(job: Job, role: Role, index: int, rows: Rows, *, backward: bool
         passes = 1 + backward * (2 if job.transformer_engine else 1) + (backward and role.recompute)
         context = stage.layers * ring(c, float(keys)) * passes
         context_calls = stage.layers * passes * (c - 1.0 if job.transformer_engine else 2.0)
+    expert, expert_calls = experts.sent(role, n, e, backward=backward)
     return Traffic(
         tensor=tensor,
         tensor_calls=calls,
+        expert=stage.moe_layers * expert,
+        expert_calls=stage.moe_layers * expert_calls,
         pipeline=pipeline,
         pipeline_calls=messages,
         context=context,
@@ -120,16 +127,16 @@ def step_traffic(job: Job, role: Role, index: int) -> Traffic:
 
     Tied embeddings are summed between first and last stage; gradients of norms under sequence parallelism over TP.
     """
-    stages = role.stages
-    stage, d = stages[index], role.sizes.data_parallel_size * role.sizes.context_parallel_size
+    stage = role.stages[index]
     data = calls = 0.0
-    if d > 1:
-        gradients = ring(d, 4.0 * stage.total)
-        data = gradients + (ring(d, float(job.element_bytes * stage.total)) if job.distributed_optimizer else gradients)
-        calls = 2.0 if job.distributed_optimizer else 1.0
+    for count, d in role.replicas(index):
+        if d > 1:
+            gradients = ring(d, 4.0 * count)
+            data += gradients + (ring(d, float(job.element_bytes * count)) if job.distributed_optimizer else gradients)
+            calls += 2.0 if job.distributed_optimizer else 1.0
     tensor = 0.0
     if role.sequence_split > 1:
-        tensor = 2 * ring(role.sizes.tensor_model_parallel_size, 4.0 * stage.layers * stage.layer.vectors)
+        tensor = 2 * ring(role.sizes.tensor_model_parallel_size, 4.0 * stage.vectors)
     pipeline = 0.0
     p = role.sizes.pipeline_model_parallel_size
     if p > 1 and role.model.tie_word_embeddings and role.head == "lm" and stage.embedding:
@@ -146,8 +153,9 @@ def generation_traffic(job: Job, role: Role, index: int, tokens: float, rows: fl
     count = calls = 0.0
     if t > 1:
         extra = _ends(stage, index, role, split=split, backward=False)
-        count = 4.0 * stage.layers + extra[0]
-        calls = (4.0 if split else 2.0) * stage.layers + extra[1]
+        halves = stage.layers - stage.moe_layers / 2
+        count = 4.0 * halves + extra[0]
+        calls = (4.0 if split else 2.0) * halves + extra[1]
         if stage.final_norm:
             # Maximum, sum and choice of a token: three small collectives of a number a row.
             calls += 3
@@ -155,4 +163,12 @@ def generation_traffic(job: Job, role: Role, index: int, tokens: float, rows: fl
         calls += _amax_calls(role, index, backward=False)
     messages = float(index < p - 1) + float(p > 1)
     size = (tokens * h * e / role.sequence_split) * (index < p - 1) + (8.0 * rows if p > 1 else 0.0)
-    return Traffic(tensor=count * half, tensor_calls=calls, pipeline=size, pipeline_calls=messages)
+    expert, expert_calls = experts.sent(role, tokens, e, backward=False)
+    return Traffic(
+        tensor=count * half,
+        tensor_calls=calls,
+        pipeline=size,
+        pipeline_calls=messages,
+        expert=stage.moe_layers * expert,
+        expert_calls=stage.moe_layers * expert_calls,
+    )

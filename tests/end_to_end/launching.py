@@ -16,7 +16,7 @@ from types import TracebackType
 
 import psutil
 
-from tests.end_to_end.jobs import ROOT
+from tests.end_to_end.jobs import ROOT, TinyJob
 
 SCRIPT = ROOT / "examples" / "run_ppo_70b.sh"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -43,6 +43,30 @@ def layout(*, tp: int = 1, pp: int = 1) -> list[str]:
     """Overrides of the tiny job: the layout, and one short iteration."""
     sizes = [f"parallel.tensor_model_parallel_size={tp}", f"parallel.pipeline_model_parallel_size={pp}"]
     return [*sizes, "trainer.iterations=1", "trainer.progress=plain", "trainer.resume=never", "trainer.export=false"]
+
+
+def of_70b(job: TinyJob) -> list[str]:
+    """Overrides of ``examples/configs/ppo_70b.yaml`` itself: tiny models, and lengths and batches that they can do.
+
+    What the example asks for stays: TP with sequence parallelism, PP, bf16, the distributed optimizer. FP8 is emulated.
+    """
+    return [
+        f"actor.path={job.actor}",
+        f"reward.sources=[{{kind: model, path: '{job.reward}'}}]",
+        f"data.prompts={job.prompts}",
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.pipeline_model_parallel_size=2",
+        "data.max_prompt_length=48",
+        "rollout.prompts_per_iteration=8",
+        "rollout.max_response_length=8",
+        "ppo.minibatch_size=8",
+        "precision.fp8_emulation=true",
+        "optimizer.actor.warmup_iterations=0",
+        "optimizer.critic.warmup_iterations=0",
+        "trainer.iterations=1",
+        "trainer.export=false",
+        "checkpoint.interval=0",
+    ]
 
 
 class Processes:

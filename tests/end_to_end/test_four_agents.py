@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.jobs import TinyJob, function_reward
-from tests.end_to_end.launching import SCRIPT, TORCHRUN, Processes, clean_environment, free_port, layout
+from tests.end_to_end.launching import SCRIPT, TORCHRUN, Processes, clean_environment, free_port, layout, of_70b
 from tests.tiny_run import read_lines
 
 NODES = 4
@@ -50,6 +50,22 @@ def test_four_agents_train_to_the_end(tiny_job: TinyJob, tmp_path: Path) -> None
         said = nodes.outputs()
     assert sum("torchrun: world 4 = TP 2 x PP 2 x DP 1" in text for text in said) == 1
     assert len(read_lines(tmp_path / "out" / "metrics.jsonl")) == 1
+
+
+@pytest.mark.slow
+def test_four_agents_train_by_the_70b_configuration_itself(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """Without MRLHF_CONFIG: what is in the example's file, on tiny models."""
+    command, environment = node(tiny_job)
+    del environment["MRLHF_CONFIG"]
+    command = [*TORCHRUN, "--nnodes", str(NODES), SCRIPT, *of_70b(tiny_job), f"trainer.output_dir={tmp_path}/out"]
+    with Processes([command] * NODES, [environment] * NODES) as nodes:
+        assert nodes.wait(400) == [0] * NODES
+        said = "".join(nodes.outputs())
+    assert "torchrun: world 4 = TP 2 x PP 2 x DP 1, sequence parallel; layers: local" in said
+    assert "fp8: hybrid, tensorwise, emulated (actor, critic, reference, reward0)" in said
+    (row,) = read_lines(tmp_path / "out" / "metrics.jsonl")
+    # One row in inference and in training alike, so that FP8's scales are the same.
+    assert row["ratio_error_before_update"] < 1e-2
 
 
 @pytest.mark.slow

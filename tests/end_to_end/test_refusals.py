@@ -15,7 +15,8 @@ from mrlhf.config import check_files, load_config
 from mrlhf.errors import MrlhfError
 from mrlhf.trainer import job as jobs
 from mrlhf.trainer import ppo
-from tests.end_to_end.jobs import TinyJob, function_reward, run_command
+from tests.end_to_end.jobs import ROOT, TinyJob, function_reward, run_command
+from tests.end_to_end.launching import of_70b
 from tools.make_tiny_model import make_tiny_model
 
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -34,14 +35,14 @@ def refuse(monkeypatch: pytest.MonkeyPatch, tiny_job: TinyJob) -> Any:
     monkeypatch.setattr(dist, "new_group", started)
     monkeypatch.syspath_prepend(str(tiny_job.folder))
 
-    def run(*overrides: str, world: int = 1) -> str:
+    def run(*overrides: str, world: int = 1, config: Path = tiny_job.config) -> str:
         if world > 1:
             for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
                 monkeypatch.setenv(name, str(value))
             monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
             monkeypatch.setenv("MASTER_PORT", "1")
         with pytest.raises(MrlhfError) as caught:
-            _train(tiny_job.config, list(overrides))
+            _train(config, list(overrides))
         assert not dist.is_initialized()
         return str(caught.value)
 
@@ -78,6 +79,19 @@ def test_f1_world_size(refuse: Any) -> None:
 
 def test_f1_world_size_with_both(refuse: Any) -> None:
     _says(refuse(f"{TP}=2", f"{PP}=2", world=6), "world size 6 is not a multiple of TP 2 x PP 2 x CP 1 = 4")
+
+
+def test_the_70b_example_on_a_machine_without_transformer_engine(refuse: Any, tiny_job: TinyJob) -> None:
+    emulated = "precision.fp8_emulation=true"
+    overrides = [override for override in of_70b(tiny_job) if override != emulated]
+    example = ROOT / "examples" / "configs" / "ppo_70b.yaml"
+    message = refuse(*overrides, world=4, config=example)
+    _says(message, "precision.fp8=hybrid with fp8_recipe tensorwise needs CUDA and Transformer Engine", "no CUDA here")
+    _says(message, f"set {emulated} to round to FP8 values in ordinary kernels, or precision.fp8=null")
+    # Either way out leads on to the process groups.
+    for way_out in (emulated, "precision.fp8=null"):
+        with pytest.raises(AssertionError, match="a process group was about to be made"):
+            _train(example, [*overrides, way_out])
 
 
 def test_heads(refuse: Any) -> None:

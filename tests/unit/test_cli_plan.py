@@ -100,6 +100,11 @@ def test_own_numbers_change_the_time_and_nothing_else() -> None:
     assert faster["memory"]["gpu"] == 180e9
 
 
+@pytest.mark.parametrize("reserve", ["0", "0GB", "0.0"])
+def test_nothing_may_be_held_back(reserve: str) -> None:
+    assert answer(EXAMPLE, "--reserve", reserve)["memory"]["limit"] == 80e9
+
+
 def test_own_mean_lengths() -> None:
     short = answer(EXAMPLE, "--prompt-length", "256", "--response-length", "128")
     assert short["batches"]["rollout"]["mean_response"] == 128
@@ -124,7 +129,12 @@ def test_search_answers_though_the_configurations_layout_does_not_work() -> None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--gpu-memory", "80"], "leaves nothing of 80 bytes"),
+        (["--gpu-memory", "80"], "--gpu-memory 80: 80 bytes; give a unit, such as 80GB"),
+        (["--gpu-memory", "0"], "--gpu-memory: given '0'"),
+        (["--gpu-memory", "80G"], "--gpu-memory: '80G' has the unit 'g'"),
+        (["--gpu-memory", "1GB"], "--reserve 2GiB leaves nothing of 1.00 GB"),
+        (["--reserve", "-1"], "--reserve: given '-1'"),
+        (["placement=split", "--gpus", "64"], "placement split: plans and dry runs know models that share all ranks"),
         (["--gpu-memory", "eighty"], "--gpu-memory: given 'eighty'"),
         (["--gpu-memory", "-1GB"], "--gpu-memory: given '-1GB'"),
         (["--gpu-memory", "80Gb/s"], "--gpu-memory"),
@@ -139,6 +149,8 @@ def test_search_answers_though_the_configurations_layout_does_not_work() -> None
         (["--efficiency", "nan"], "--efficiency: given nan"),
         (["--gpus", "31"], "world size 31 is not a multiple of TP 8 x PP 4"),
         (["--gpus", "16"], "start 32 ranks"),
+        (["--gpus", "1000000000000"], "prompts_per_iteration 256 is not a multiple of DP 31250000000"),
+        (["--bandwidth", "1e-300"], "--bandwidth: given '1e-300'"),
         (["parallel.tensor_model_parallel_size=3", "--gpus", "12"], "cannot be divided over TP 3"),
         (["ppo.minibatch_size=100"], "256 rows per iteration are not a multiple of minibatch_size 100"),
         (["actor.path=no/such/folder"], "actor: no/such/folder has no config.json"),
