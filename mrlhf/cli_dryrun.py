@@ -38,6 +38,11 @@ def dryrun(
     # The walk is that of the CPU build on every machine; nothing may land on a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     loaded = read_config(config, overrides, PPOConfig)
+    if loaded.on_critic_ranks:
+        raise ConfigError(
+            "mrlhf dryrun walks colocated models only, not placement: split; give placement=colocated critic_ranks=null "
+            "to walk the ranks of one part as a world of their own (mrlhf plan knows both kinds of ranks)"
+        )
     from mrlhf.cli_plan import read_models
 
     models = read_models(loaded)

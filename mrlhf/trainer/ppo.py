@@ -342,7 +342,7 @@ class PPOTrainer:
         count = job.config.evaluation.samples_per_prompt
         return CriticRanks(job.split.bridge, job.groups.dp, evaluated_samples=count)
 
-    def _infer(self, batch: RolloutBatch, samples: list[Sample], width: int) -> RolloutBatch:
+    def _infer(self, batch: RolloutBatch, samples: list[Sample], width: int | None = None) -> RolloutBatch:
         inference, config = self.config.inference, self.config
         cut = partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
         say = partial(add_inference, cut=cut, actor=self.actor, reference=self.reference)

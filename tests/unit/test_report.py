@@ -12,7 +12,14 @@ from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.progress import open_display
 from mrlhf.roles.model import Update
 from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_masks
-from mrlhf.trainer.report import SAMPLES, PhaseTimer, explained_variance, iteration_metrics, sample_rows
+from mrlhf.trainer.report import (
+    SAMPLES,
+    PhaseTimer,
+    explained_variance,
+    iteration_metrics,
+    sample_rows,
+    worst_of_ranks,
+)
 from mrlhf.trainer.updates import Step
 from mrlhf.types import RolloutBatch
 from tests.ranks import run_ranks
@@ -47,7 +54,7 @@ def _metrics(seconds_by_rank: list[float]) -> dict[str, float]:
         Step(None, Update(True, 7.0, {})),
     ]
     reduced = {"policy/policy_loss": 0.5, "value/loss": 0.25, "policy/unknown": 9.0}
-    return iteration_metrics(_batch(), reduced, updates, seconds, passes=2, epoch=3)
+    return iteration_metrics(_batch(), reduced, updates, worst_of_ranks(seconds), passes=2, epoch=3)
 
 
 @pytest.fixture(scope="module")
