@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,15 @@ def gradients(path: Path, layout: Layout, recompute: bool, dropout: float) -> tu
     return loss, [p.main_grad.clone() for m in trainable.modules for p in m.parameters()], len(calls)
 
 
+def compared(path: Path, layout: Layout, dropout: float) -> list[Any]:
+    """Both choices on this rank: losses, calls of layers, whether there are gradients and they are the same bits."""
+    (loss, plain, calls), (again, recomputed, twice) = (
+        gradients(path, layout, flag, dropout) for flag in (False, True)
+    )
+    same = [torch.equal(one, other) for one, other in zip(plain, recomputed, strict=True)]
+    return [loss, again, calls, twice, any(bool(g.abs().max() > 0) for g in plain), all(same)]
+
+
 @pytest.mark.parametrize(
     ("name", "dropout"),
     [
@@ -43,13 +53,11 @@ def gradients(path: Path, layout: Layout, recompute: bool, dropout: float) -> tu
 def test_gradients_are_the_same_bits(name: str, dropout: float, tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path / "model", tokenizer=False, seed=4)
     layout = LAYOUTS[name]
-    plain, again = (run_ranks(gradients, layout.world, path, layout, flag, dropout) for flag in (False, True))
-    for kept, recomputed in zip(plain, again, strict=True):
-        assert kept[0] == recomputed[0]
-        assert recomputed[2] == 2 * kept[2] > 0
-        assert any(bool(g.abs().max() > 0) for g in kept[1])
-        for one, other in zip(kept[1], recomputed[1], strict=True):
-            assert torch.equal(one, other)
+    for loss, again, calls, twice, any_gradient, same in run_ranks(compared, layout.world, path, layout, dropout):
+        assert loss == again
+        assert twice == 2 * calls > 0
+        assert any_gradient
+        assert same
 
 
 def test_the_layout_is_that_without() -> None:
