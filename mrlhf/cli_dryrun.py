@@ -40,8 +40,8 @@ def dryrun(
     loaded = read_config(config, overrides, PPOConfig)
     if loaded.on_critic_ranks:
         raise ConfigError(
-            "mrlhf dryrun walks colocated models only, not placement: split; give placement=colocated critic_ranks=null "
-            "to walk the ranks of one part as a world of their own (mrlhf plan knows both kinds of ranks)"
+            "mrlhf dryrun does not know placement: split; mrlhf plan does, and with placement=colocated "
+            "critic_ranks=null --world-size N the ranks of one part can be walked as a world of their own"
         )
     from mrlhf.cli_plan import read_models
 

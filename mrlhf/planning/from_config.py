@@ -59,11 +59,6 @@ def fp8_role(config: RunConfig, role: str) -> str:
 
 def check_job(config: RunConfig, world_size: int, models: Mapping[str, ModelConfig]) -> None:
     """Raise one `ConfigError` with everything about the sizes that cannot work, as the run itself would."""
-    if isinstance(config, PPOConfig) and config.placement == "split":
-        raise ConfigError(
-            "placement split: plans and dry runs know models that share all ranks only; look at the actor's ranks "
-            "with placement=colocated and their number, which counts the critic and the reward models too"
-        )
     _check_sizes(config, world_size, models)
     precision, problems = config.precision, []
     for role, model in models.items():
@@ -119,7 +114,7 @@ def make_job(
 
 def role_sizes(config: RunConfig, role: str, world_size: int) -> ParallelSizes:
     """The layout of a role."""
-    return config.parallel_of(role).sizes(world_size)
+    return config.sizes_of(role, world_size)
 
 
 def make_role(config: RunConfig, name: str, model: ModelConfig, world_size: int) -> Role:
@@ -139,6 +134,7 @@ def make_role(config: RunConfig, name: str, model: ModelConfig, world_size: int)
         fp8_recipe=precision.fp8_recipe,
         fp8_history=precision.fp8_amax_history_len,
         recompute=trained and config.parallel_of(name).recompute,
+        first=config.ranks_of(name, world_size).start,
     )
 
 

@@ -24,7 +24,7 @@ class Role:
     Attributes:
         name: ``actor``, ``critic``, ``reference``, ``reward0``, ... or ``model``.
         model: its architecture.
-        sizes: its layout over the world.
+        sizes: its layout over its ranks.
         head: language model or one number a token.
         trained: whether it has gradients and an optimizer.
         average: whether an fp32 average of its weights is kept.
@@ -34,6 +34,7 @@ class Role:
         fp8_history: steps whose largest values delayed scales remember.
         value_bias: whether its value head has a bias.
         recompute: whether its layers are computed again in the backward pass instead of kept.
+        first: the first of its ranks, which follow each other.
     """
 
     name: str
@@ -48,6 +49,12 @@ class Role:
     fp8_history: int = 1024
     value_bias: bool = False
     recompute: bool = False
+    first: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that hold parts of it."""
+        return range(self.first, self.first + self.sizes.world_size)
 
     @cached_property
     def stages(self) -> list[StageParameters]:
@@ -79,7 +86,7 @@ class Role:
 
     def stage_of(self, rank: int) -> int:
         """The pipeline rank of a global rank: pipeline stages are the slowest in Megatron's order."""
-        return rank // (self.sizes.world_size // self.sizes.pipeline_model_parallel_size)
+        return (rank - self.first) // (self.sizes.world_size // self.sizes.pipeline_model_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,11 @@ class Job:
         return self.roles[0].sizes
 
     @property
+    def world_size(self) -> int:
+        """Ranks of all roles together."""
+        return max(role.ranks.stop for role in self.roles)
+
+    @property
     def transformer_engine(self) -> bool:
         """Whether layers are Transformer Engine's (see `mrlhf.megatron.spec.choose_parts`)."""
         return self.cuda and self.fused_kernels and self.dtype != "fp32"
@@ -200,12 +212,11 @@ class Job:
         return [role for role in self.roles if self.rollout is not None or not role.trained]
 
     def rank_classes(self) -> list[tuple[range, dict[str, int]]]:
-        """Ranks that hold the same stages, in order: ``(ranks, {role: pipeline rank})``."""
-        world = self.sizes.world_size
+        """Ranks that hold the same stages, in order: ``(ranks, {role: pipeline rank})``, of the roles they have."""
         classes: list[tuple[range, dict[str, int]]] = []
         # Stages change at multiples of a stage's size, whichever role it is of.
-        widths = {world // role.sizes.pipeline_model_parallel_size for role in self.roles}
-        starts = sorted({rank for width in widths for rank in range(0, world, width)})
-        for start, end in zip(starts, [*starts[1:], world], strict=True):
-            classes.append((range(start, end), {role.name: role.stage_of(start) for role in self.roles}))
+        starts = sorted({rank for role in self.roles for rank in role.ranks[:: role.sizes.stage_ranks]})
+        for start, end in zip(starts, [*starts[1:], self.world_size], strict=True):
+            held = [role for role in self.roles if start in role.ranks]
+            classes.append((range(start, end), {role.name: role.stage_of(start) for role in held}))
         return classes

@@ -115,23 +115,26 @@ def kv_cache_bytes(job: Job, role: Role, rollout: Rollout, layers: int) -> int:
 
 def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
     """Bytes of each phase on a rank that holds ``stages`` (role -> pipeline rank)."""
-    kept = [persistent(job, role, stages[role.name]) for role in job.roles]
+    held = [role for role in job.roles if role.name in stages]
+    kept = [persistent(job, role, stages[role.name]) for role in held]
     base = {field.name: sum(getattr(part, field.name) for part in kept) for field in fields(Persistent)}
     found: dict[str, PhaseBytes] = {}
-    share = -(-job.rows // job.sizes.data_parallel_size)
+    # Where critic and reward models have ranks of their own, these have the rows of all from the beginning.
+    share = job.rows if held[0].first else -(-job.rows // job.sizes.data_parallel_size)
     own = share * job.row_slots * job.row_bytes
-    if job.rollout is not None:
+    if job.rollout is not None and job.roles[0] in held:
         actor = job.roles[0]
         work, head = _generation(job, actor, job.rollout, actor.stages[stages[actor.name]])
         cache = kv_cache_bytes(job, actor, job.rollout, actor.stages[stages[actor.name]].layers)
         found["rollout"] = PhaseBytes(**base, activations=work, head=head, kv_cache=cache)
     if job.inference is not None:
-        pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in job.inferred()]
+        passing = [role for role in job.inferred() if role in held]
+        pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in passing]
         work, head = max(pairs, key=sum)
         found["inference"] = PhaseBytes(**base, activations=work, head=head, rows=own)
     # While it trains, every rank holds the rows of all replicas, so that minibatches do not depend on DP.
     rows = job.rows * job.row_slots * job.row_bytes
-    train = [activations.training(job, role, stages[role.name]) for role in job.trained()]
+    train = [activations.training(job, role, stages[role.name]) for role in job.trained() if role in held]
     if train:
         heaviest = max(train, key=lambda part: part.total)
         found["train"] = PhaseBytes(
@@ -155,6 +158,8 @@ def _gather_buffers(job: Job, stages: dict[str, int]) -> int:
         return 0
     sizes = []
     for role in job.trained():
+        if role.name not in stages:
+            continue
         for count, share in role.replicas(stages[role.name]):
             sizes.append(4 * -(-count // share) + (4 * count if share > 1 else 0))
     return max(sizes, default=0)
@@ -214,6 +219,8 @@ def host_bytes(job: Job, stages: dict[str, int]) -> int:
     """Memory of the CPU that a save needs on the first data-parallel rank: a copy of what it writes."""
     total = 0
     for role in job.trained():
+        if role.name not in stages:
+            continue
         count = role.stages[stages[role.name]].total
         states = optimizer_bytes_per_parameter(job) if job.save_optimizer else 0
         total += count * (job.element_bytes + states + (4 if role.average else 0))

@@ -106,9 +106,9 @@ def _tried(question: Question, change: Change) -> Mend | None:
 
 def _chains(question: Question) -> Iterator[list[Change]]:
     """Changes of one kind, from the smallest on; kinds that cost least come first."""
-    sizes = question.config.parallel.sizes(question.world_size)
+    sizes = question.config.sizes_of("actor", question.world_size)
     t, p, world = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, question.world_size
-    replicas = world // sizes.model_parallel_size
+    replicas = sizes.world_size // sizes.model_parallel_size
     distributed = "optimizer.distributed"
     if replicas > 1 and question.get(distributed) is False:
         yield [Change({distributed: True})]

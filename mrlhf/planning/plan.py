@@ -60,7 +60,12 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
     tokens = job.rows * _mean_tokens(job)
     return {
         "kind": job.kind,
-        "layout": {**asdict(job.sizes), "data_parallel_size": job.sizes.data_parallel_size},
+        "layout": {
+            **asdict(job.sizes),
+            "world_size": job.world_size,
+            "data_parallel_size": job.sizes.data_parallel_size,
+            "critic_ranks": job.world_size - job.sizes.world_size,
+        },
         "precision": job.dtype,
         "fp8": next((role.fp8_recipe for role in job.roles if role.fp8), None),
         "distributed_optimizer": job.distributed_optimizer,
@@ -128,6 +133,8 @@ def _model(role: Role) -> dict[str, Any]:
 def _ranks(job: Job, ranks: range, stages: dict[str, int]) -> dict[str, Any]:
     models = {}
     for role in job.roles:
+        if role.name not in stages:
+            continue
         index = stages[role.name]
         stage = role.stages[index]
         kept = persistent(job, role, index)
@@ -151,6 +158,7 @@ def _ranks(job: Job, ranks: range, stages: dict[str, int]) -> dict[str, Any]:
 def _flops(job: Job) -> dict[str, dict[str, float]]:
     """By phase: of all ranks together, and of the pipeline rank that has most."""
     found: dict[str, dict[str, float]] = {}
+    most: dict[tuple[str, int], float] = {}
 
     def add(phase: str, role: Role, each: list[float]) -> None:
         """Add a role's work by pipeline rank, of one data-parallel replica."""
@@ -158,7 +166,9 @@ def _flops(job: Job) -> dict[str, dict[str, float]]:
         ranks = sizes.tensor_model_parallel_size * sizes.context_parallel_size * sizes.data_parallel_size
         part = found.setdefault(phase, {"all_ranks": 0.0, "rank": 0.0})
         part["all_ranks"] += sum(each) * ranks
-        part["rank"] += max(each)
+        # Roles on other ranks do not add to a rank's work.
+        most[phase, role.first] = most.get((phase, role.first), 0.0) + max(each)
+        part["rank"] = max(work for (name, _), work in most.items() if name == phase)
 
     for role in job.roles:
         stages, rows = role.stages, job.rows / role.sizes.data_parallel_size
@@ -180,12 +190,15 @@ def _flops(job: Job) -> dict[str, dict[str, float]]:
 
 def _traffic(job: Job) -> dict[str, dict[str, float]]:
     """By phase: what the pipeline rank that sends most sends in an iteration."""
-    found: dict[str, Traffic] = {}
+    parts: dict[tuple[str, int], Traffic] = {}
+
+    def sent(traffic: Traffic) -> float:
+        """Bytes of all kinds."""
+        return traffic.tensor + traffic.pipeline + traffic.data + traffic.context + traffic.expert
 
     def add(phase: str, each: list[Traffic]) -> None:
-        """Add a role's traffic by pipeline rank."""
-        most = max(each, key=lambda t: t.tensor + t.pipeline + t.data + t.context + t.expert)
-        found[phase] = found.get(phase, Traffic()) + most
+        """Add a role's traffic by pipeline rank; roles on other ranks have sums of their own."""
+        parts[phase, role.first] = parts.get((phase, role.first), Traffic()) + max(each, key=sent)
 
     for role in job.roles:
         stages, d = range(role.sizes.pipeline_model_parallel_size), role.sizes.data_parallel_size
@@ -199,6 +212,7 @@ def _traffic(job: Job) -> dict[str, dict[str, float]]:
             each = [pass_traffic(job, role, i, job.train_mean, backward=True) * (count * job.steps) for i in stages]
             add("train", each)
             add("optimizer", [step_traffic(job, role, i) * job.steps for i in stages])
+    found = {phase: max((t for (name, _), t in parts.items() if name == phase), key=sent) for phase, _ in parts}
     return {
         name: {"tensor": t.tensor, "pipeline": t.pipeline, "data": t.data, "context": t.context, "expert": t.expert}
         for name, t in found.items()

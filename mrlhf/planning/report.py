@@ -83,6 +83,8 @@ def _headline(plan: dict[str, Any], console: Console) -> None:
         text += f", {layout['virtual_pipeline_model_parallel_size']} virtual stages a rank"
     text += ", sequence parallel" if layout["sequence_parallel"] else ""
     text += f", {plan['precision']}" + (f", FP8 ({plan['fp8']})" if plan["fp8"] else "")
+    if layout["critic_ranks"]:
+        text += f", critic and reward models on {layout['critic_ranks']} ranks of their own"
     text += ", distributed optimizer" if plan["distributed_optimizer"] else ""
     text += ", layers recomputed" if plan["recompute"] else ""
     console.print(Text(text, style="bold"))
@@ -132,8 +134,14 @@ def _models(plan: dict[str, Any]) -> Table:
 
 
 def _shown(plan: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """First, one middle, and last of the ranks that differ."""
-    ranks = plan["ranks"]
+    """First, one middle, and last of the ranks that differ; of each part where parts hold other models."""
+    parts: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in plan["ranks"]:
+        parts.setdefault(tuple(each["models"]), []).append(each)
+    return [found for ranks in parts.values() for found in _shown_of_part(ranks)]
+
+
+def _shown_of_part(ranks: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     chosen = {0: "first", len(ranks) - 1: "last"} if len(ranks) > 1 else {0: ""}
     if len(ranks) > 2:
         chosen[1] = "middle"

@@ -73,7 +73,7 @@ def search(question: Question, top: int = 10) -> dict[str, Any]:
 
 def _candidates(question: Question) -> Iterator[dict[str, Any]]:
     node, context = question.hardware.gpus_per_node, question.config.parallel.context_parallel_size
-    world = question.world_size // context
+    world = len(question.config.ranks_of("actor", question.world_size)) // context
     prefix = "ppo" if question.has("ppo") else "train"
     by_tokens = question.get(f"{prefix}.micro_batch_tokens") is not None
     batch = question.get("ppo.minibatch_size") or question.get("train.batch_size")

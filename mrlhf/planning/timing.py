@@ -63,6 +63,14 @@ class Seconds:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "total": self.total}
 
 
+def _together(parts: list[tuple[Role, Seconds]]) -> Seconds:
+    """Roles on the same ranks one after the other; of those on other ranks, at work at the same time, the slower."""
+    sums: dict[int, Seconds] = {}
+    for role, seconds in parts:
+        sums[role.first] = sums.get(role.first, Seconds()) + seconds
+    return max(sums.values(), key=lambda seconds: seconds.total, default=Seconds())
+
+
 @dataclass(frozen=True)
 class Clock:
     """Times of single passes on some hardware."""
@@ -77,16 +85,17 @@ class Clock:
         if job.rollout is not None:
             found["rollout"] = self.generation(job.roles[0], job.rollout)
         if job.inference_mean is not None:
-            parts = [self._inference(role, job.inference_mean) for role in job.inferred()]
-            found["inference"] = sum(parts, Seconds())
-        train = [self._training(role, job.train_mean, job.minibatch) * job.steps for role in job.trained()]
+            parts = [(role, self._inference(role, job.inference_mean)) for role in job.inferred()]
+            found["inference"] = _together(parts)
+        train = [(role, self._training(role, job.train_mean, job.minibatch) * job.steps) for role in job.trained()]
         if job.text_rows and job.text_micro_batch is not None:
-            train.append(self._training(job.roles[0], job.text_micro_batch, job.text_rows) * job.steps)
-        found["train"] = sum(train, Seconds())
-        updates = [self._step(role) * job.steps for role in job.trained()]
+            texts = self._training(job.roles[0], job.text_micro_batch, job.text_rows) * job.steps
+            train.append((job.roles[0], texts))
+        found["train"] = _together(train)
+        updates = [(role, self._step(role) * job.steps) for role in job.trained()]
         if job.text_rows:
-            updates.append(self._step(job.roles[0]) * job.steps)
-        found["optimizer"] = sum(updates, Seconds())
+            updates.append((job.roles[0], self._step(job.roles[0]) * job.steps))
+        found["optimizer"] = _together(updates)
         found["save"] = Seconds(other=checkpoint_bytes(job) / self.efficiency.disk)
         return found
 

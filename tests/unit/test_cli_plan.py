@@ -118,6 +118,36 @@ def test_search() -> None:
     assert result.output.count("parallel.tensor_model_parallel_size=") == 2
 
 
+def test_critic_and_reward_model_on_ranks_of_their_own() -> None:
+    """What a rank holds, and what happens at the same time: as two jobs, each of them alone."""
+    layout = "{tensor_model_parallel_size: 8, sequence_parallel: true}"
+    model = f"{{kind: model, path: examples/configs/models/llama-3-8b-reward, parallel: {layout}}}"
+    own = ("placement=split", "critic_ranks=16", f"critic.parallel={layout}", f"reward.sources=[{model}]")
+    split = answer(EXAMPLE, "--gpus", "48", *own)
+    together = answer(EXAMPLE, "--gpus", "32")
+    assert (split["layout"]["world_size"], split["layout"]["critic_ranks"]) == (48, 16)
+    *actors, critics = split["ranks"]
+    assert [(part["first"], part["last"], list(part["models"])) for part in actors] == [
+        (first, first + 7, ["actor", "reference"]) for first in (0, 8, 16, 24)
+    ]
+    assert (critics["first"], critics["last"], list(critics["models"])) == (32, 47, ["critic", "reward0"])
+    assert set(critics["phases"]) == {"inference", "train", "optimizer", "save"}
+    for alone, shared in zip(actors, together["ranks"], strict=True):
+        for role in ("actor", "reference"):
+            assert alone["models"][role] == shared["models"][role]
+        less = sum(shared["models"][role]["total"] for role in ("critic", "reward0"))
+        assert alone["phases"]["rollout"]["total"] == shared["phases"]["rollout"]["total"] - less
+    # Actor and reference take longer than critic and reward model, whose passes cost nothing any more.
+    assert split["seconds"]["rollout"] == together["seconds"]["rollout"]
+    for phase in ("inference", "train"):
+        assert split["seconds"][phase]["total"] < together["seconds"][phase]["total"]
+        assert split["flops"][phase]["all_ranks"] == pytest.approx(together["flops"][phase]["all_ranks"])
+        assert split["flops"][phase]["rank"] < together["flops"][phase]["rank"]
+    shown = plan(EXAMPLE, "--gpus", "48", *own).output
+    assert "critic and reward models on 16 ranks of their own" in " ".join(shown.split())
+    assert "ranks 32-47" in shown
+
+
 def test_search_answers_though_the_configurations_layout_does_not_work() -> None:
     result = plan(EXAMPLE, "parallel.pipeline_model_parallel_size=3", "--gpus", "32", "--search", "--top", "1")
     assert result.exit_code == 0, result.output
@@ -134,7 +164,7 @@ def test_search_answers_though_the_configurations_layout_does_not_work() -> None
         (["--gpu-memory", "80G"], "--gpu-memory: '80G' has the unit 'g'"),
         (["--gpu-memory", "1GB"], "--reserve 2GiB leaves nothing of 1.00 GB"),
         (["--reserve", "-1"], "--reserve: given '-1'"),
-        (["placement=split", "--gpus", "64"], "placement split: plans and dry runs know models that share all ranks"),
+        (["placement=split", "--gpus", "31"], "placement split: one replica of critic and reward models: 32 of 31"),
         (["--gpu-memory", "eighty"], "--gpu-memory: given 'eighty'"),
         (["--gpu-memory", "-1GB"], "--gpu-memory: given '-1GB'"),
         (["--gpu-memory", "80Gb/s"], "--gpu-memory"),
