@@ -10,7 +10,9 @@ arise here (no score matrix: attention is fused; no dropout masks at dropout 0) 
   and queries and keys after the rotary embedding, ``n (a + g) d e / t``, with its cosines and sines, ``4 S d e`` for
   rows of ``S`` slots
 - the attention's output, ``n a d e / t``, and its log-sum-exp, ``4 n a / t``
-- gate and up, and their product: ``3 n f e / t`` (``5`` where SwiGLU is not one operation)
+- where queries and keys have norms, what those norms keep
+- gate and up, and their product: ``3 n f e / t`` (``5`` where SwiGLU is not one operation); of a mixture of experts
+  what `mrlhf.planning.experts.kept` says
 
 Under full recomputation (Chen et al. 2016, arXiv:1604.06174) a layer keeps its input ``n h e / s`` alone.
 
@@ -73,6 +75,8 @@ def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False, moe: bool
     attention = n * (2 * query + both + both // 2) * e // t
     attention += n * query * linear // t + 4 * n * model.num_attention_heads // t
     attention += 4 * _local(role, rows.width) * model.head_dim * e
+    if model.qk_norm:
+        attention += _qk_norms_kept(job, n * query // t, n * both // 2 // t)
     if role.sizes.context_parallel_size > 1 and not job.transformer_engine:
         # Keys and values of whole rows, gathered; Transformer Engine passes them around instead.
         attention += rows.tokens * both * e // t
@@ -90,6 +94,14 @@ def norm_kept(job: Job, output: int) -> int:
         return job.element_bytes + output
     # `mrlhf.megatron.norms.TorchNorm`: the input (in fp32), and what is multiplied by the weight.
     return 4 + 2 * job.element_bytes
+
+
+def _qk_norms_kept(job: Job, queries: int, keys: int) -> int:
+    """Bytes that the norms of queries and keys keep; their output is not needed again."""
+    if job.transformer_engine:
+        return queries * job.element_bytes
+    # As `norm_kept`; in fp32 the keys are still where the first matrix has put them.
+    return (4 + job.element_bytes) * (queries + keys) - (4 * keys if job.element_bytes == 4 else 0)
 
 
 def layer_work(job: Job, role: Role, tokens: int) -> int:

@@ -24,14 +24,14 @@ def columns(role: Role) -> int:
 def kept(job: Job, role: Role, tokens: int) -> int:
     """Bytes that the experts and the router of a layer keep for the backward pass, the norm before them not counted.
 
-    The first matrix's input; gate and up, and their product weighed by the router (Transformer Engine makes it in one
-    operation, else the activated gate and the product before the weight are kept too); for each token and expert the
-    router's fp32 weight and its place, and numbers and indices for each choice.
+    The first matrix's input; gate and up, and their product weighed by the router (on GPUs one operation makes it, else
+    three more tensors on the way there are kept); for each token and expert the router's fp32 weight and its place, and
+    numbers and indices for each choice.
     """
     model, e, m, f = role.model, job.element_bytes, int(routed(role, tokens)), columns(role)
     own = tokens // role.sequence_split
     experts, choices = model.num_experts or 0, model.num_experts_per_token
-    inner = 3 if job.transformer_engine else 5
+    inner = 3 if job.cuda else 6
     return m * (model.hidden_size + inner * f) * e + own * experts * 5 + own * choices * 28
 
 

@@ -42,7 +42,7 @@ class AmaxReductions:
 
 def weight_bytes(role: Role, stage: int) -> int:
     """Bytes of FP8 weights and their scales on a pipeline rank; delayed: of the histories of all tensors too."""
-    layers, matrices = role.fp8_layers(stage), role.stages[stage].layer.matrices
+    layers, matrices = role.fp8_layers(stage), role.stages[stage].layer.held
     copies = 2 if role.trained else 1
     if role.fp8_recipe == "mxfp8":
         # A scale of one byte for 32 elements, in each direction.

@@ -38,6 +38,11 @@ class LayerParameters:
         return self.attention + (self.mlp if self.active is None else self.active)
 
     @property
+    def held(self) -> int:
+        """Of the linear layers on the rank, which may be in FP8: all matrices but the router."""
+        return self.attention + self.experts + self.mlp - self.router
+
+    @property
     def router(self) -> int:
         """Of a mixture of experts; 0 of a dense layer."""
         return self.mlp if self.active is not None else 0

@@ -131,7 +131,7 @@ class Clock:
         # The embedding is looked up, not read. FP8 layers read their copies of one byte.
         idle = stage.experts * (1 - experts.read_share(role, active))
         weights = (stage.layers_total - idle + stage.output) * e
-        weights -= role.fp8_layers(index) * stage.layer.matrices * (e - 1)
+        weights -= role.fp8_layers(index) * stage.layer.held * (e - 1)
         context = rollout.mean_prompt + steps / 2
         keys = 2 * stage.layers * max(role.model.num_query_groups // t, 1) * role.model.head_dim * e * active * context
         # A batch that has lost rows copies the keys and values of those that go on before it reads them.

@@ -15,6 +15,7 @@ from mrlhf.planning import activations
 from mrlhf.planning.job import Job, Role, Rollout, Rows
 from mrlhf.planning.memory import checkpoint_bytes, kv_cache_bytes, persistent
 from tests.distributed.megatron_tools import PP2, SP, TP2, VPP2
+from tests.distributed.moe_tools import EP2, ETP1
 from tests.ranks import run_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,10 +35,19 @@ class Case:
     kv_heads: int = 2
     value_bias: bool = False
     recompute: bool = False
+    experts: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def model(self) -> ModelConfig:
-        """A tiny Llama, wide enough that nothing is lost among overheads."""
+        """A tiny Llama, or one with experts, wide enough that nothing is lost among overheads."""
+        plain = self._plain()
+        if not self.experts:
+            return plain
+        special = {"num_experts": self.experts, "moe_ffn_hidden_size": 192, "dense_layers": self.dense_layers}
+        return replace(plain, family="qwen3_moe", qk_norm=True, **special)
+
+    def _plain(self) -> ModelConfig:
         return ModelConfig(
             family="llama",
             hidden_size=128,
@@ -85,8 +95,11 @@ CASES = {
     "pp2-vpp2-bf16": Case(2, PP2 | VPP2, "bf16"),
     "tp2-sp-dp2-distributed-bf16-tied-biases": Case(4, TP2 | SP, "bf16", True, tied=True, biases=True),
     "tp2-pp2-distributed-bf16-tied": Case(4, TP2 | PP2, "bf16", True, tied=True),
+    "ep2-distributed-bf16": Case(2, EP2, "bf16", True, experts=4, dense_layers=(1,)),
+    "tp2-sp-ep2-etp1-pp2-bf16": Case(4, TP2 | SP | PP2 | EP2 | ETP1, "bf16", experts=4, dense_layers=(1,)),
+    "tp2-sp-ep2-distributed": Case(4, TP2 | SP | EP2, "fp32", True, experts=4),
 }
-QUICK = ("pp2-uneven-bf16-tied", "tp2-sp-dp2-distributed-bf16-tied-biases")
+QUICK = ("pp2-uneven-bf16-tied", "tp2-sp-dp2-distributed-bf16-tied-biases", "ep2-distributed-bf16")
 
 
 def storages(tensors: Any) -> dict[int, int]:
@@ -245,6 +258,8 @@ def _kept(case: Case, role: Role, layers: int, groups: Any) -> int:
         pytest.param(Case(2, TP2 | SP, "bf16"), id="tp2-sp-bf16"),
         pytest.param(Case(2, TP2 | SP), id="tp2-sp-fp32", marks=pytest.mark.slow),
         pytest.param(Case(2, TP2 | SP, "bf16", recompute=True), id="tp2-sp-bf16-recompute"),
+        pytest.param(Case(experts=4), id="moe-fp32"),
+        pytest.param(Case(2, TP2 | SP, "bf16", experts=4), id="moe-tp2-sp-etp2-bf16", marks=pytest.mark.slow),
     ],
 )
 def test_activations_are_what_autograd_keeps(case: Case) -> None:
@@ -254,7 +269,7 @@ def test_activations_are_what_autograd_keeps(case: Case) -> None:
         layer = (more - less) / 2
         n, s = ROWS.tokens, role.sequence_split
         residual = n * role.model.hidden_size * job.element_bytes // s
-        planned = residual if role.recompute else activations.layer_kept(job, role, ROWS)
+        planned = residual if role.recompute else activations.layer_kept(job, role, ROWS, moe=bool(case.experts))
         assert layer == pytest.approx(planned, rel=0.02)
         norm = n * role.model.hidden_size * activations.norm_kept(job, job.element_bytes) // s
         ends = less - 2 * layer
