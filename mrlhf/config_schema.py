@@ -142,8 +142,22 @@ class RolloutConfig(Section):
     temperature: Temperature = Field(1.0, description="softmax temperature, also of all log-probs; 0 is greedy")
     top_k: NaturalInt = Field(0, description="sample from the k likeliest tokens only; 0: from all")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this mass")
-    batch_size: PositiveInt = Field(32, description="rows that one data-parallel rank generates at once")
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = Field(
+        1.0, description="positive logits of tokens that a row has already are divided by it, others multiplied; 1: off"
+    )
+    batch_size: PositiveInt = Field(32, description="most rows that one data-parallel rank generates at once")
+    kv_cache_memory: PositiveFloat | None = Field(
+        None, description="most GiB of a rank for keys and values; fewer rows at once where they do not fit; null: all"
+    )
     stop_token_ids: tuple[NaturalInt, ...] = Field((), description="ids that end a response, besides the model's own")
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="texts that end a response, which keeps the token that completes one"
+    )
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """The limit of ``kv_cache_memory`` in bytes."""
+        return None if self.kv_cache_memory is None else int(self.kv_cache_memory * 2**30)
 
 
 class CriticAdamConfig(AdamConfig):

@@ -18,6 +18,7 @@ from mrlhf.checkpoint.training_state import Average, SavedModel
 from mrlhf.config_schema import PPOConfig
 from mrlhf.dryrun.fake import FakeWorld
 from mrlhf.dryrun.results import Lengths, Part, Phase, RankWalk, alike, scaled
+from mrlhf.dryrun.rollout import rollout_requests, walk_rollout
 from mrlhf.dryrun.traffic import Traffic, group_names
 from mrlhf.dryrun.world import fake_world, quiet
 from mrlhf.megatron.decode import layer_numbers
@@ -27,7 +28,6 @@ from mrlhf.planning.from_config import head_of
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.micro_batches import Plan, make_plan
 from mrlhf.roles.model import Gradients, RoleModel, TrainedModel
-from mrlhf.rollout.engine import PREFILL_TOKENS, GenerationRequest, SlotBatch
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.ema import WeightAverage
 from mrlhf.trainer.experience import add_advantages, add_masks
@@ -162,41 +162,22 @@ class _Walk:
         return model
 
     def _roll_out(self) -> None:
-        """The first batch of rows: each kind of prefill once, and one decoding step."""
-        rollout, prompt, response = self.config.rollout, self.lengths.prompt, self.lengths.response
-        own = self.config.rows_per_iteration // self.job.dp_size
-        rows = min(own, rollout.batch_size)
-        batches = -(-own // rows)
-        engine = self.actor.engine(rollout.batch_size)
-        requests = [GenerationRequest(number, [ORDINARY] * prompt, response) for number in range(rows)]
-        batch, sampling = SlotBatch(requests, frozenset([STOP]), engine.device), sampling_params(self.config)
+        """All passes of the rollout, each kind once."""
+        rollout, per_prompt = self.config.rollout, self.config.rollout.samples_per_prompt
+        rows = self.config.rows_per_iteration // self.job.dp_size
+        requests = rollout_requests(rows, per_prompt, self.lengths.prompt, self.lengths.response)
 
-        def choose(logits: torch.Tensor | None, members: list[int]) -> None:
-            """Sample, as the engine does."""
-            engine.choose(logits, batch, members, sampling, self.config.seed, 0)
+        def measure(name: str, walk: Callable[[], None]) -> Phase:
+            """A pass."""
+            self._begin(name)
+            walk()
+            self._end(name)
+            return self.phases.pop(name)
 
         with torch.no_grad():
-            cache = engine.new_cache(batch)
-            self.kv_cache = cache.bytes
-            # Prompts are alike, and so are groups of as many of them.
-            groups = list(batch.prefill_groups(PREFILL_TOKENS))
-            kinds = Counter(len(group) for group in groups)
-            prefill = Phase(times=batches)
-            for members in {len(group): group for group in groups}.values():
-                self._begin("rollout/prefill")
-                choose(engine.prefill(cache, batch, members), members)
-                self._end("rollout/prefill")
-                once = self.phases["rollout/prefill"]
-                for message, count in once.messages.items():
-                    prefill.messages[message] += count * kinds[len(members)]
-                prefill.peak = max(prefill.peak, once.peak)
-            self.phases["rollout/prefill"] = prefill
-            if response > 1:
-                every = list(range(rows))
-                batch.append(every, [ORDINARY] * rows)
-                self._begin("rollout/decode")
-                choose(engine.decode(cache, batch, every), every)
-                self._end("rollout/decode", times=batches * (response - 1))
+            engine, sampling = self.actor.engine(rollout.batch_size), sampling_params(self.config)
+            self.kv_cache, phases = walk_rollout(engine, requests, sampling, ORDINARY, measure)
+        self.phases.update(phases)
 
     def _rows(self) -> RolloutBatch:
         count = self.config.rows_per_iteration // self.job.dp_size

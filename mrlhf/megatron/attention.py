@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -157,16 +158,38 @@ def _segments(packed: Any) -> Sequence[tuple[int, int]]:
 class LayerCache(Protocol):
     """What the attention needs of a key-value cache: the tensors of one layer."""
 
-    def layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer (global, from 1), each ``[slots, length, kv_heads / TP, head_dim]``."""
+    def layer(self, layer_number: int) -> torch.Tensor:
+        """Keys and values of a layer (global, from 1), ``[2, slots, kv_heads / TP, length, head_dim]``, contiguous."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one sequence in a pass.
+
+    Attributes:
+        start: place of its first token among the tokens of the pass.
+        end: place after the last.
+        slot: of the sequence.
+        position: of the first token in its sequence; the tokens before it are in the cache already.
+    """
+
+    start: int
+    end: int
+    slot: int
+    position: int
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.end - self.start
 
 
 class CacheContext(BaseInferenceContext):
     """One pass of the actor over packed tokens that extend sequences in a key-value cache.
 
     The ``T`` tokens of all sequences lie one after the other in the sequence dimension of a batch of one, so that no
-    padding is computed and sequence parallelism can split them. Token ``i`` is at position ``positions[i]`` of the
-    sequence in slot ``slots[i]``.
+    padding is computed and sequence parallelism can split them. The first ``steps`` tokens extend one sequence each;
+    the others are segments: prompts, or pieces of them.
     """
 
     def __init__(
@@ -176,31 +199,37 @@ class CacheContext(BaseInferenceContext):
         positions: torch.Tensor,
         *,
         max_sequence_length: int,
-        segments: Sequence[tuple[int, int]] | None,
-        rows: slice | None = None,
-        filler: int = 0,
+        steps: int,
+        segments: Sequence[Segment],
+        longest: int,
+        first_slot: int | None = None,
     ) -> None:
         """Describe the pass.
 
         Args:
             cache: the cache of this stage's layers.
-            slots: ``[T]`` int64.
-            positions: ``[T]`` int64.
+            slots: ``[T]`` int64, the slot of each token's sequence.
+            positions: ``[T]`` int64, its position there.
             max_sequence_length: length of the rotary table; positions are below it.
-            segments: prefill: ``(start, end)`` of every whole prompt among the tokens, each from position 0.
-                None for a decoding step, where every token belongs to another slot.
-            rows: decoding step: the slots as a contiguous range (the cache is then read in place, not copied).
-            filler: decoding step: how many tokens at the end are without meaning; attention leaves them out.
+            steps: tokens at the beginning that are alone in their sequences.
+            segments: what the tokens after them are, in order, without gaps.
+            longest: tokens of the longest sequence among the first ``steps``, the new one included.
+            first_slot: of those, where they are in slots that follow each other (the cache is then read in place).
         """
         super().__init__(materialize_only_last_token_logits=False)
         self.cache = cache
         self.slots = slots
         self.positions = positions
         self.max_sequence_length = max_sequence_length
+        self.steps = steps
         self.segments = segments
-        self.rows = rows
-        self.filler = filler
-        self.longest = 0 if segments is not None else int(positions.max()) + 1
+        self.longest = longest
+        self.first_slot = first_slot
+        self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Cosines and sines of the positions, kept by the first layer for the others."""
+        self._rows: torch.Tensor | None = None
+        self._reach: torch.Tensor | None = None
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def is_static_batching(self) -> bool:
         """Always; Megatron's dynamic batching needs flash-attention."""
@@ -209,6 +238,119 @@ class CacheContext(BaseInferenceContext):
     def is_decode_only(self) -> bool:
         """Never; Megatron's own decode path is not used."""
         return False
+
+    def rows(self, cache: torch.Tensor) -> torch.Tensor:
+        """Where the keys of the tokens go in a layer's cache seen as ``[2 * slots * kv_heads * length, head_dim]``.
+
+        ``[T * kv_heads]`` int64; the values of all slots lie behind the keys of all slots.
+        """
+        if self._rows is None:
+            heads, length = cache.shape[2:4]
+            first = self.slots * (heads * length) + self.positions
+            offsets = torch.arange(heads, device=first.device) * length
+            self._rows = (first[:, None] + offsets).flatten()
+        return self._rows
+
+    def reach(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores of the first ``steps`` tokens: ``[steps, 1, 1, longest]``, 0 or -inf."""
+        if self._reach is None:
+            places = torch.arange(self.longest, device=self.positions.device)
+            hidden = places[None, :] > self.positions[: self.steps, None]
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._reach = zeros.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+        return self._reach
+
+    def mask(self, segment: Segment) -> torch.Tensor:
+        """Which keys a segment in the middle of its sequence sees: bool ``[length, position + length]``."""
+        key = (segment.position, segment.length)
+        if key not in self._masks:
+            total = segment.position + segment.length
+            ones = torch.ones(segment.length, total, dtype=torch.bool, device=self.positions.device)
+            self._masks[key] = ones.tril_(segment.position)
+        return self._masks[key]
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: CacheContext,
+    layer_number: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Put keys and values into the cache and attend to what each token's sequence has there.
+
+    Args:
+        query: ``[T, kv_heads / TP, queries of a key head, head_dim]`` after the rotary embedding.
+        key: ``[T, kv_heads / TP, head_dim]``, likewise.
+        value: ``[T, kv_heads / TP, head_dim]``.
+        context: the pass.
+        layer_number: global, from 1.
+        scale: of the scores; None for ``head_dim ** -0.5``.
+
+    Returns:
+        ``[T, heads / TP * head_dim]``.
+    """
+    cache = context.cache.layer(layer_number)
+    rows, flat = context.rows(cache), cache.view(2, -1, cache.size(-1))
+    flat[0].index_copy_(0, rows, key.reshape(-1, key.size(-1)).to(cache.dtype))
+    flat[1].index_copy_(0, rows, value.reshape(-1, value.size(-1)).to(cache.dtype))
+    parts = []
+    if context.steps:
+        parts.append(_step(query[: context.steps], cache, context, scale))
+    for run in _alike(context.segments):
+        parts.append(_prompts(query, key, value, run, cache, context, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _step(query: torch.Tensor, cache: torch.Tensor, context: CacheContext, scale: float | None) -> torch.Tensor:
+    """One token per slot against its cached keys.
+
+    The query heads of a group stand as query positions of their one key head, so that neither keys nor values are
+    repeated.
+    """
+    first = context.first_slot
+    slots: Any = context.slots[: context.steps] if first is None else slice(first, first + context.steps)
+    k, v = cache[0][slots, :, : context.longest], cache[1][slots, :, : context.longest]
+    out = F.scaled_dot_product_attention(query.to(k.dtype), k, v, attn_mask=context.reach(k.dtype), scale=scale)
+    return out.reshape(context.steps, -1)
+
+
+def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Whole prompts of one length that follow each other are one call; every other segment is alone."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        last = runs[-1][-1] if runs else None
+        alike = last is not None and last.position == segment.position == 0 and last.length == segment.length
+        if alike:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs
+
+
+def _prompts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: list[Segment],
+    cache: torch.Tensor,
+    context: CacheContext,
+    scale: float | None,
+) -> torch.Tensor:
+    """Causal attention inside every segment of ``run``, and to what its sequence has in the cache before it."""
+    start, count, length = run[0].start, len(run), run[0].length
+    q = query[start : start + count * length].unflatten(0, (count, length)).flatten(2, 3).transpose(1, 2)
+    grouped = query.size(2) > 1
+    if run[0].position == 0:
+        k, v = (x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        slot, end = run[0].slot, run[0].position + length
+        k, v = cache[:, slot : slot + 1, :, :end].to(q.dtype)
+        mask = context.mask(run[0])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).reshape(count * length, -1)
 
 
 class CachedSelfAttention(SelfAttention):
@@ -228,14 +370,11 @@ class CachedSelfAttention(SelfAttention):
             table = table[context.positions]
             query = apply_rotary_pos_emb(query, table, config=self.config, cp_group=self.pg_collection.cp)
             key = apply_rotary_pos_emb(key, table, config=self.config, cp_group=self.pg_collection.cp)
-        keys, values = context.cache.layer(self.layer_number)
-        keys[context.slots, context.positions] = key.squeeze(1).to(keys.dtype)
-        values[context.slots, context.positions] = value.squeeze(1).to(values.dtype)
-        if context.segments is None:
-            out = _decode(query.squeeze(1), keys, values, context, self.config.softmax_scale)
-        else:
-            out = _prefill(query.squeeze(1), key.squeeze(1), value.squeeze(1), context, self.config.softmax_scale)
-        return self.linear_proj(out.reshape(out.size(0), 1, -1))
+        query = query.squeeze(1).unflatten(1, (key.size(2), -1))
+        out = cached_attention(
+            query, key.squeeze(1), value.squeeze(1), context, self.layer_number, self.config.softmax_scale
+        )
+        return self.linear_proj(out.unsqueeze(1))
 
     def _own_part(self, rotary: Any) -> Any:
         """The rotary table of this rank's slots, from that of whole rows."""
@@ -243,34 +382,3 @@ class CachedSelfAttention(SelfAttention):
             return rotary and tuple(self._own_part(table) for table in rotary)
         cp = self.pg_collection.cp
         return rotary[part_of_rank(rotary.size(0), cp.rank(), cp.size(), rotary.device)]
-
-
-def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: CacheContext, scale: float | None
-) -> torch.Tensor:
-    """Causal attention inside every packed prompt; ``[T, heads, d]`` each."""
-    out = torch.empty_like(query)
-    for start, end in context.segments or ():
-        q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        part = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.size(1) != q.size(1))
-        out[start:end] = part.squeeze(0).transpose(0, 1)
-    return out
-
-
-def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: CacheContext, scale: float | None
-) -> torch.Tensor:
-    """One token per slot against its cached keys.
-
-    The query heads of a group are laid out as query positions of their one key head, so that neither keys nor values
-    are repeated.
-    """
-    real = query.size(0) - context.filler
-    rows = context.rows if context.rows is not None else context.slots[:real]
-    k = keys[rows, : context.longest].transpose(1, 2)
-    v = values[rows, : context.longest].transpose(1, 2)
-    _, heads, dim = query.shape
-    q = query[:real].view(real, k.size(1), heads // k.size(1), dim)
-    reach = torch.arange(context.longest, device=query.device)[None, :] <= context.positions[:real, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=reach[:, None, None, :], scale=scale)
-    return F.pad(out.reshape(real, heads, dim), (0, 0, 0, 0, 0, context.filler))

@@ -39,8 +39,8 @@ class PolicyModel(RoleModel):
         """``log p(label)`` where ``gae_mask`` is True, 0 elsewhere: ``[B, S-1]`` fp32 on every rank."""
         return self.inferred(batch, cut, logprob_request(temperature))
 
-    def engine(self, slots: int) -> RolloutEngine:
-        """Generation on these weights, ``slots`` rows at once."""
+    def engine(self, slots: int, cache_bytes: int | None = None) -> RolloutEngine:
+        """Generation on these weights, at most ``slots`` rows at once in at most ``cache_bytes`` of keys and values."""
         return RolloutEngine(
             self.chunks,
             self.groups,
@@ -49,4 +49,5 @@ class PolicyModel(RoleModel):
             head_dim=self.config.head_dim,
             max_length=self.config.max_position_embeddings,
             slots=slots,
+            cache_bytes=cache_bytes,
         )

@@ -1,9 +1,12 @@
 """Generation on the actor's own sharded weights.
 
-The interface is narrow on purpose: requests in, generations out, in the same order. Requests run in batches of
-``slots`` rows; prompts are prefilled packed, without padding; rows that have ended leave the decoding steps. All ranks
-of a model-parallel replica hold the same requests and see the same tokens, so they stay in step; replicas do not
-communicate, so one that ends early waits for nobody here, unless they share experts: then it follows the others.
+The interface is narrow on purpose: requests in, generations out, in the same order. Between the two, sequences share a
+fixed number of slots of a key-value cache (`mrlhf.rollout.scheduler`): each pass takes the newest token of every
+sequence in its slots and, packed behind them without padding, the prompts of those that have just got one. Under
+pipeline parallelism there are as many groups of slots as stages, whose passes follow each other through the pipeline.
+
+All ranks of a model-parallel replica hold the same requests and see the same tokens, so they stay in step; replicas do
+not communicate, so one that ends early waits for nobody here, unless they share experts: then it follows the others.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mrlhf.megatron.attention import CacheContext
-from mrlhf.megatron.decode import follow_others, layer_numbers, packed_forward
+from mrlhf.megatron.decode import Pipeline, filler_tokens_of_round, layer_numbers
 from mrlhf.megatron.fp8 import read_weights_again, token_multiple
-from mrlhf.megatron.joined import filler_width
+from mrlhf.parallel.collectives import largest
+from mrlhf.rollout.draw import Drawing
 from mrlhf.rollout.kv_cache import KVCache
-from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
+from mrlhf.rollout.rounds import Rounds
+from mrlhf.rollout.sampling import SamplingParams
+from mrlhf.rollout.scheduler import Ends, Row, Scheduler
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that go through the model at once; bounds the memory of a prefill."""
@@ -44,11 +48,20 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """A response: its tokens (with the stop id that ended it, if one did) and whether the length limit cut it off."""
+    """A response.
+
+    Attributes:
+        sample_id: of its request.
+        tokens: with those that ended it, if any did: a stop id, or the last token of a stop string.
+        truncated: whether the length limit cut it off.
+        logprobs: of its tokens at the temperature of sampling, where they were asked for: under the whole distribution,
+            without top-k, top-p and repetition penalty.
+    """
 
     sample_id: int
     tokens: list[int]
     truncated: bool
+    logprobs: list[float] | None = None
 
 
 class RolloutEngine:
@@ -64,6 +77,8 @@ class RolloutEngine:
         head_dim: int,
         max_length: int,
         slots: int,
+        cache_bytes: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         """Keep references; nothing is allocated before `generate`.
 
@@ -74,7 +89,9 @@ class RolloutEngine:
             kv_heads: key-value heads of the whole model.
             head_dim: size of one head.
             max_length: longest sequence the model takes.
-            slots: rows generated at once.
+            slots: most rows generated at once.
+            cache_bytes: most memory of a rank for keys and values, which may allow fewer rows; None for no limit.
+            prefill_tokens: most prompt tokens in one pass; longer prompts are cut.
         """
         self.chunks = list(chunks)
         self.groups = groups
@@ -83,6 +100,8 @@ class RolloutEngine:
         self.head_dim = head_dim
         self.max_length = max_length
         self.slots = slots
+        self.cache_bytes = cache_bytes
+        self.prefill_tokens = prefill_tokens
         self.device = next(chunks[0].parameters()).device
         # Sequence parallelism divides the tokens of a pass over the tensor ranks, and FP8 takes them by 16 or 32.
         tensor = groups.tp.size() if chunks[0].config.sequence_parallel else 1
@@ -96,37 +115,94 @@ class RolloutEngine:
         stop_ids: Sequence[int],
         seed: int,
         step: int,
+        complete: Ends | None = None,
+        with_logprobs: bool = False,
     ) -> list[Generation]:
         """Continue every request until a stop id or its limit.
 
         Args:
             requests: the same on every rank of the replica.
-            sampling: temperature, top-k, top-p.
+            sampling: temperature, top-k, top-p, repetition penalty.
             stop_ids: every id that ends a response; it belongs to the response.
             seed: of the run.
             step: of the rollout; with ``seed``, ``sample_id`` and the position it decides each random number.
+            complete: told the response after every token: whether it ends there for another reason, a stop string
+                (`mrlhf.rollout.stop_strings`). The answer must be the same on every rank.
+            with_logprobs: also the log-prob of every token.
 
         Returns:
             One `Generation` for each request, in the order given.
 
         Raises:
-            ValueError: an empty prompt, a limit below 1, or prompt and limit together over ``max_length``.
+            ValueError: an empty prompt, a limit below 1, prompt and limit together over ``max_length``, or a limit of
+                the cache's memory that does not hold one row of each pipeline stage.
         """
         for request in requests:
             self._check(request)
-        # Rows of like length together: a batch ends with its longest row.
-        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt), i))
-        done: dict[int, Generation] = {}
         read_weights_again(self.chunks)
+        draw = Drawing(
+            sampling,
+            [r.sample_id for r in requests],
+            group=self.groups.tp,
+            vocab_size=self.vocab_size,
+            seed=seed,
+            step=step,
+            with_logprobs=with_logprobs,
+        )
         with _evaluation(self.chunks), torch.no_grad():
-            for start in range(0, len(order), self.slots):
-                places = order[start : start + self.slots]
-                batch = SlotBatch([requests[i] for i in places], frozenset(stop_ids), self.device)
-                self._run(batch, sampling, seed, step)
-                done.update(zip(places, batch.results(), strict=True))
-            nothing = self._cache(0, filler_width(self.chunks[0], self.groups))
-            follow_others(self.chunks, nothing, nothing.scratch, groups=self.groups)
-        return [done[i] for i in range(len(requests))]
+            rounds = self.rounds(requests, draw, _ends(frozenset(stop_ids), complete))
+            rounds.run()
+            logprobs = rounds.logprobs() if with_logprobs else [None] * len(requests)
+        return [
+            Generation(request.sample_id, row.response, truncated=not row.stopped, logprobs=found)
+            for request, row, found in zip(requests, rounds.rows, logprobs, strict=True)
+        ]
+
+    def rounds(self, requests: Sequence[GenerationRequest], draw: Drawing, ends: Ends) -> Rounds:
+        """Slots and a schedule for the requests; nothing is computed yet.
+
+        Args:
+            requests: as for `generate`.
+            draw: chooses tokens.
+            ends: told a response after every token: whether it is complete.
+        """
+        rows = [Row(i, tuple(r.prompt), r.max_new_tokens) for i, r in enumerate(requests)]
+        length = max((len(r.prompt) + r.max_new_tokens for r in requests), default=1)
+        # Passes without meaning take positions up to the multiple less 1.
+        filler = max(self.multiple, filler_tokens_of_round(self.chunks, self.groups))
+        numbers, dtype = layer_numbers(self.chunks), self.chunks[0].config.params_dtype
+        slots = self._slots(len(rows), max(length, filler), len(numbers) * dtype.itemsize)
+        shared = filler_tokens_of_round(self.chunks, self.groups) > 0
+        pp = int(self.groups.pp.size())
+        cache = KVCache(
+            numbers, slots, max(length, filler), self.kv_heads, self.head_dim, dtype=dtype, device=self.device
+        )
+        scheduler = Scheduler(
+            rows,
+            # Replicas that share experts make their passes in one order, so that they have as many groups.
+            groups=pp if shared else max(min(pp, slots), 1),
+            slots=slots,
+            prefill_tokens=self.prefill_tokens,
+            ends=ends,
+        )
+        return Rounds(Pipeline(self.chunks, self.groups), cache, scheduler, rows, draw, self.multiple, self.device)
+
+    def _slots(self, rows: int, length: int, bytes_per_number: int) -> int:
+        """Rows at once: as many as there are, as many as are wanted, as many as there is memory for."""
+        wanted = min(self.slots, rows)
+        if self.cache_bytes is None or not wanted:
+            return wanted
+        # Stages may have different numbers of layers, but must have the same slots.
+        each = largest(2 * bytes_per_number * length * self.kv_heads * self.head_dim, self.groups.pp)
+        fitting = self.cache_bytes // each - 1
+        least = min(wanted, int(self.groups.pp.size()))
+        if fitting < least:
+            raise ValueError(
+                f"{self.cache_bytes} bytes for keys and values hold {max(fitting, 0)} rows of {length} tokens "
+                f"({each} bytes each, one more as scratch), at least {least} are needed: raise the limit "
+                "(rollout.kv_cache_memory), or shorten prompts or responses"
+            )
+        return min(wanted, fitting)
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
@@ -140,156 +216,11 @@ class RolloutEngine:
                 f"= {total} exceeds the model's length {self.max_length}"
             )
 
-    def _run(self, batch: SlotBatch, sampling: SamplingParams, seed: int, step: int) -> None:
-        cache = self.new_cache(batch)
-        for rows in batch.prefill_groups(PREFILL_TOKENS):
-            logits = self.prefill(cache, batch, rows)
-            batch.append(rows, self.choose(logits, batch, rows, sampling, seed, step))
-        while rows := batch.active():
-            logits = self.decode(cache, batch, rows)
-            batch.append(rows, self.choose(logits, batch, rows, sampling, seed, step))
 
-    def new_cache(self, batch: SlotBatch) -> KVCache:
-        """Room for the keys and values of a batch."""
-        # The filler takes positions up to the multiple less 1.
-        return self._cache(len(batch.requests), max(batch.length, self.multiple))
-
-    def _cache(self, slots: int, length: int) -> KVCache:
-        return KVCache(
-            layer_numbers(self.chunks),
-            slots,
-            length,
-            self.kv_heads,
-            self.head_dim,
-            dtype=self.chunks[0].config.params_dtype,
-            device=self.device,
-        )
-
-    def prefill(self, cache: KVCache, batch: SlotBatch, rows: list[int]) -> torch.Tensor | None:
-        """Put the prompts of ``rows`` into the cache; the logits after each, on the last stage."""
-        tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        segments: list[tuple[int, int]] = []
-        for row in rows:
-            prompt = batch.requests[row].prompt
-            segments.append((len(tokens), len(tokens) + len(prompt)))
-            tokens += prompt
-            slots += [row] * len(prompt)
-            positions += range(len(prompt))
-        ends = [end - 1 for _, end in segments]
-        filler = self._filler(len(tokens))
-        if filler:
-            segments.append((len(tokens), len(tokens) + filler))
-            tokens += [0] * filler
-            slots += [cache.scratch] * filler
-            positions += range(filler)
-        context = CacheContext(
-            cache,
-            self._ids(slots),
-            self._ids(positions),
-            max_sequence_length=max(batch.length, self.multiple),
-            segments=segments,
-        )
-        return packed_forward(self.chunks, self._ids(tokens), context, self._ids(ends), groups=self.groups)
-
-    def decode(self, cache: KVCache, batch: SlotBatch, rows: list[int]) -> torch.Tensor | None:
-        """Put the last token of each of ``rows`` into the cache; the logits after each, on the last stage."""
-        filler = self._filler(len(rows))
-        tokens = [batch.responses[row][-1] for row in rows] + [0] * filler
-        positions = [batch.written(row) - 1 for row in rows] + [0] * filler
-        whole = len(rows) == len(batch.requests)
-        context = CacheContext(
-            cache,
-            self._ids(rows + [cache.scratch] * filler),
-            self._ids(positions),
-            max_sequence_length=batch.length,
-            segments=None,
-            rows=slice(0, len(rows)) if whole else None,
-            filler=filler,
-        )
-        return packed_forward(self.chunks, self._ids(tokens), context, self._ids(range(len(rows))), groups=self.groups)
-
-    def choose(
-        self,
-        logits: torch.Tensor | None,
-        batch: SlotBatch,
-        rows: list[int],
-        sampling: SamplingParams,
-        seed: int,
-        step: int,
-    ) -> list[int]:
-        """Sample on the last stage; the ids, and nothing else, go back to the others."""
-        pp = self.groups.pp
-        if logits is not None:
-            samples = self._ids([batch.requests[row].sample_id for row in rows])
-            uniforms = uniform_for(seed, step, samples, self._ids([batch.written(row) for row in rows]))
-            ids = sample_tokens(logits, uniforms, sampling, group=self.groups.tp, vocab_size=self.vocab_size)
-        else:
-            ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
-        if pp.size() > 1:
-            ids = ids.contiguous()
-            dist.broadcast(ids, src=dist.get_process_group_ranks(pp)[-1], group=pp)
-        chosen: list[int] = ids.tolist()
-        return chosen
-
-    def _filler(self, count: int) -> int:
-        """Tokens that fill ``count`` up to the multiple."""
-        return -count % self.multiple
-
-    def _ids(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
-
-
-class SlotBatch:
-    """The rows of one static batch and what has been written for them."""
-
-    def __init__(self, requests: list[GenerationRequest], stop_ids: frozenset[int], device: torch.device) -> None:
-        self.requests = requests
-        self.stop_ids = stop_ids
-        self.device = device
-        self.responses: list[list[int]] = [[] for _ in requests]
-        self.length = max(len(r.prompt) + r.max_new_tokens for r in requests)
-
-    def written(self, row: int) -> int:
-        """Tokens of the row so far: also the position of its next token."""
-        return len(self.requests[row].prompt) + len(self.responses[row])
-
-    def stopped(self, row: int) -> bool:
-        """Whether a row has ended."""
-        return bool(self.responses[row]) and self.responses[row][-1] in self.stop_ids
-
-    def active(self) -> list[int]:
-        """Rows that go on."""
-        return [
-            row
-            for row, request in enumerate(self.requests)
-            if not self.stopped(row) and len(self.responses[row]) < request.max_new_tokens
-        ]
-
-    def append(self, rows: list[int], tokens: list[int]) -> None:
-        """Add one token to each of the rows."""
-        for row, token in zip(rows, tokens, strict=True):
-            self.responses[row].append(token)
-
-    def prefill_groups(self, limit: int) -> Iterator[list[int]]:
-        """Rows whose prompts fit into ``limit`` tokens together (one row at least)."""
-        group: list[int] = []
-        tokens = 0
-        for row, request in enumerate(self.requests):
-            if group and tokens + len(request.prompt) > limit:
-                yield group
-                group, tokens = [], 0
-            group.append(row)
-            tokens += len(request.prompt)
-        yield group
-
-    def results(self) -> list[Generation]:
-        """What was generated, row by row."""
-        return [
-            Generation(request.sample_id, self.responses[row], truncated=not self.stopped(row))
-            for row, request in enumerate(self.requests)
-        ]
+def _ends(stop_ids: frozenset[int], complete: Ends | None) -> Ends:
+    if complete is None:
+        return lambda response: response[-1] in stop_ids
+    return lambda response: response[-1] in stop_ids or complete(response)
 
 
 @contextmanager

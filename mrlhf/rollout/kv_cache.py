@@ -25,7 +25,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate ``2 x len(layer_numbers) x (slots + 1) x length x kv_heads x head_dim`` elements.
+        """Allocate ``2 x len(layer_numbers) x (slots + 1) x kv_heads x length x head_dim`` elements.
 
         Args:
             layer_numbers: global numbers (from 1) of this rank's layers.
@@ -37,18 +37,21 @@ class KVCache:
             device: where they live.
         """
         self.scratch = slots
-        shape = (len(layer_numbers), slots + 1, length, kv_heads, head_dim)
+        self.length = length
+        shape = (len(layer_numbers), 2, slots + 1, kv_heads, length, head_dim)
         # Zeros: a slot is read up to the longest sequence of the step, and NaN would survive the mask.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._place = {number: place for place, number in enumerate(layer_numbers)}
 
-    def layer(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each ``[slots + 1, length, kv_heads, head_dim]``."""
-        place = self._place[layer_number]
-        return self.keys[place], self.values[place]
+    def layer(self, layer_number: int) -> torch.Tensor:
+        """Keys and values of one layer, ``[2, slots + 1, kv_heads, length, head_dim]``."""
+        return self.tensor[self._place[layer_number]]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give slot ``target`` the first ``length`` tokens of slot ``source``, in all layers."""
+        self.tensor[:, :, target, :, :length] = self.tensor[:, :, source, :, :length]
 
     @property
     def bytes(self) -> int:
         """Memory held, in bytes."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return self.tensor.numel() * self.tensor.element_size()

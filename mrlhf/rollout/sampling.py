@@ -39,6 +39,8 @@ class SamplingParams:
         top_p: keep the fewest tokens, most probable first, whose share of what top-k kept is at least this; 1 keeps
             all. The token that crosses the threshold is kept.
         greedy: take the most probable token.
+        repetition_penalty: makes tokens that a row has already less likely, before all else; 1 is off (applied by
+            `mrlhf.rollout.draw`, which knows the rows).
 
     Ties at the edge of a kept set, and for the greedy maximum, go to the lower token id.
 
@@ -50,6 +52,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     greedy: bool = False
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -58,6 +61,8 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 (off) or positive, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be positive and finite, not {self.repetition_penalty}")
 
     @property
     def is_greedy(self) -> bool:

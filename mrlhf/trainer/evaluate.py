@@ -25,6 +25,7 @@ from mrlhf.trainer.inputs import (
     response_limit,
     reward_functions,
     stop_ids,
+    stop_strings,
 )
 from mrlhf.trainer.rollouts import ScoreGiver, Scorer
 
@@ -101,6 +102,8 @@ def build_evaluator(
         pad_to_multiple=job.pad_to_multiple,
         seed=config.seed,
         semantics=config.semantics,
+        cache_bytes=config.rollout.kv_cache_bytes,
+        complete=stop_strings(config, tokenizer),
     )
     return Evaluator(
         actor,

@@ -22,6 +22,7 @@ from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import GenerationRequest
 from mrlhf.rollout.sampling import SamplingParams
+from mrlhf.rollout.scheduler import Ends
 from mrlhf.trainer.experience import add_masks
 from mrlhf.trainer.rollouts import ScoreGiver, answered, counted_response
 from mrlhf.types import RolloutBatch
@@ -44,6 +45,8 @@ class EvaluationSettings:
     pad_to_multiple: int
     seed: int
     semantics: Semantics = "standard"
+    cache_bytes: int | None = None
+    complete: Ends | None = None
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,13 @@ class Evaluator:
         """Responses of ``policy`` with scores, and log-probs of both models if asked; the rows of all ranks."""
         settings, samples = self.settings, self.samples
         requests = [GenerationRequest(s.sample_id, s.prompt.ids, settings.max_response_length) for s in samples]
-        made = policy.engine(settings.slots).generate(
-            requests, settings.sampling, stop_ids=self.stop_ids, seed=settings.seed, step=EVALUATION_STEP
+        made = policy.engine(settings.slots, settings.cache_bytes).generate(
+            requests,
+            settings.sampling,
+            stop_ids=self.stop_ids,
+            seed=settings.seed,
+            step=EVALUATION_STEP,
+            complete=settings.complete,
         )
         pad_id = self.tokenizer.pad_id
         responses = [counted_response(g.tokens, settings.semantics, pad_id, self.stop_ids) for g in made]

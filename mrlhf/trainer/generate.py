@@ -16,8 +16,9 @@ from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.launch import shutdown
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import Generation, GenerationRequest
+from mrlhf.rollout.scheduler import Ends
 from mrlhf.trainer import ppo_job as jobs
-from mrlhf.trainer.inputs import check_vocabulary, read_dataset, stop_ids
+from mrlhf.trainer.inputs import check_vocabulary, read_dataset, stop_ids, stop_strings
 from mrlhf.trainer.settings import sampling_params
 
 
@@ -51,7 +52,8 @@ def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
     per_prompt = config.rollout.samples_per_prompt
     numbered = [(i, p) for i, p in enumerate(p for p in dataset.prompts for _ in range(per_prompt))]
     mine = numbered[job.dp_rank :: job.dp_size]
-    made = _generate(job, actor, mine, stop_ids(config, tokenizer, model.eos_token_ids))
+    stop, complete = stop_ids(config, tokenizer, model.eos_token_ids), stop_strings(config, tokenizer)
+    made = _generate(job, actor, mine, stop, complete)
     # Every rank of a replica has the same responses; the first replica member of each data-parallel group counts.
     gathered = {g.sample_id: g for part in all_gather_objects(made, job.groups.dp) for g in part}
     if dist.get_rank() == 0:
@@ -76,9 +78,15 @@ def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
 
 
 def _generate(
-    job: jobs.PPOJob, actor: PolicyModel, numbered: list[tuple[int, Prompt]], stop: list[int]
+    job: jobs.PPOJob,
+    actor: PolicyModel,
+    numbered: list[tuple[int, Prompt]],
+    stop: list[int],
+    complete: Ends | None,
 ) -> list[Generation]:
     rollout = job.config.rollout
     requests = [GenerationRequest(number, prompt.ids, rollout.max_response_length) for number, prompt in numbered]
-    engine = actor.engine(rollout.batch_size)
-    return engine.generate(requests, sampling_params(job.config), stop_ids=stop, seed=job.config.seed, step=0)
+    engine = actor.engine(rollout.batch_size, rollout.kv_cache_bytes)
+    return engine.generate(
+        requests, sampling_params(job.config), stop_ids=stop, seed=job.config.seed, step=0, complete=complete
+    )

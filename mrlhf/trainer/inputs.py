@@ -15,6 +15,8 @@ from mrlhf.errors import ConfigError
 from mrlhf.model_config import ModelConfig
 from mrlhf.roles.remote_reward import RemoteReward
 from mrlhf.roles.reward import RewardFunction, ScoreSource
+from mrlhf.rollout.scheduler import Ends
+from mrlhf.rollout.stop_strings import StopStrings
 
 
 def reward_functions(config: PPOConfig) -> list[tuple[ScoreSource, float]]:
@@ -118,3 +120,9 @@ def _read(
 def stop_ids(config: PPOConfig, tokenizer: Tokenizer, model_ids: tuple[int, ...]) -> list[int]:
     """Every id that ends a response: the tokenizer's, the model's, and those of the configuration."""
     return list(dict.fromkeys([*tokenizer.eos_ids, *model_ids, *config.rollout.stop_token_ids]))
+
+
+def stop_strings(config: PPOConfig, tokenizer: Tokenizer) -> Ends | None:
+    """What tells whether ``rollout.stop_strings`` end a response; None without any."""
+    strings = config.rollout.stop_strings
+    return StopStrings(strings, tokenizer.decode) if strings else None

@@ -41,6 +41,7 @@ from mrlhf.trainer.inputs import (
     read_texts,
     reward_functions,
     stop_ids,
+    stop_strings,
 )
 from mrlhf.trainer.kl_control import AdaptiveKL
 from mrlhf.trainer.loop import run_loop
@@ -139,7 +140,7 @@ class PPOTrainer:
         everyone = job.groups.intra_dist_opt
         self.scorer = Scorer(reward_models, functions, tokenizer, job.groups.replica, everyone, self.heartbeat.alone)
         self.sampler = Sampler(
-            self.actor.engine(config.rollout.batch_size),
+            self.actor.engine(config.rollout.batch_size, config.rollout.kv_cache_bytes),
             sampling_params(config),
             semantics=config.semantics,
             stop_ids=stop_ids(config, tokenizer, job.models["actor"].eos_token_ids),
@@ -149,6 +150,7 @@ class PPOTrainer:
             seed=config.seed,
             dp_group=job.groups.dp,
             device=job.device,
+            complete=stop_strings(config, tokenizer),
         )
         self.ema = WeightAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema_decay is not None else None
         ptx = self._build_ptx(texts) if texts is not None else None

@@ -18,6 +18,7 @@ from mrlhf.roles.micro_batches import Cut
 from mrlhf.roles.reward import RewardModel, ScoreSource
 from mrlhf.rollout.engine import GenerationRequest, RolloutEngine
 from mrlhf.rollout.sampling import SamplingParams
+from mrlhf.rollout.scheduler import Ends
 from mrlhf.types import Metric, RolloutBatch
 
 
@@ -37,12 +38,13 @@ class Sampler:
         seed: int,
         dp_group: Group,
         device: torch.device,
+        complete: Ends | None = None,
     ) -> None:
         """Keep the settings.
 
         Args:
             engine: generation on the actor.
-            sampling: temperature, top-k, top-p.
+            sampling: temperature, top-k, top-p, repetition penalty.
             semantics: decides whether an end id that is also the pad id belongs to the response.
             stop_ids: all ids that end a response.
             pad_id: fills rows.
@@ -51,8 +53,10 @@ class Sampler:
             seed: of the run.
             dp_group: the data-parallel group.
             device: where batches live.
+            complete: told a response after every token: whether a stop string ends it.
         """
         self.engine = engine
+        self.complete = complete
         self.sampling = sampling
         self.semantics = semantics
         self.stop_ids = list(stop_ids)
@@ -77,7 +81,14 @@ class Sampler:
             MrlhfError: all responses are that short in the first rollout.
         """
         requests = [GenerationRequest(s.sample_id, s.prompt.ids, self.max_response_length) for s in samples]
-        made = self.engine.generate(requests, self.sampling, stop_ids=self.stop_ids, seed=self.seed, step=iteration)
+        made = self.engine.generate(
+            requests,
+            self.sampling,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+            step=iteration,
+            complete=self.complete,
+        )
         responses = [counted_response(g.tokens, self.semantics, self.pad_id, self.stop_ids) for g in made]
         batch = self.to_batch(samples, responses, [g.truncated for g in made])
         width, longest = self._over_ranks(

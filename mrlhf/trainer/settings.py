@@ -67,4 +67,9 @@ def _fixed_length(config: PPOConfig) -> int | None:
 def sampling_params(config: PPOConfig) -> SamplingParams:
     """Of the rollout."""
     rollout = config.rollout
-    return SamplingParams(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        repetition_penalty=rollout.repetition_penalty,
+    )

@@ -92,52 +92,72 @@ LAYOUTS = {
 }
 
 
-def _cached(path: Path, sizes: dict[str, Any], kv_heads: int) -> Any:
-    """Logits at the end of each prompt, then after each further token, all rows at once and one row alone."""
-    from mrlhf.megatron.attention import CacheContext
-    from mrlhf.megatron.decode import layer_numbers, packed_forward
+def _cached(path: Path, sizes: dict[str, Any], kv_heads: int, lean: bool) -> Any:
+    """Logits at the end of each prompt, then after each further token: all rows at once, and one row alone.
+
+    The prompts go through in one piece each, and in pieces of two tokens; the further tokens with the slots read in
+    place, picked one by one, and in a pass together with a prompt.
+    """
+    from mrlhf.megatron.attention import CacheContext, Segment
+    from mrlhf.megatron.decode import Pipeline, layer_numbers
     from mrlhf.rollout.kv_cache import KVCache
 
     config, groups, chunks = build(path, sizes, trainable=False)
     slots, longest = len(PROMPTS), 16
     cache = KVCache(
-        layer_numbers(chunks), slots, longest, kv_heads // groups.tp.size(), config.head_dim,
+        layer_numbers(chunks), slots + 1, longest, kv_heads // groups.tp.size(), config.head_dim,
         dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     # What no token has written must not matter.
-    cache.keys.fill_(100.0)
-    cache.values.fill_(100.0)
+    cache.tensor.fill_(100.0)
     filler = groups.tp.size() if chunks[0].config.sequence_parallel else 1
+    pipeline = Pipeline(chunks, groups, lean=lean)
+    assert all((part is not None) == (lean and filler == 1) for part in pipeline._lean)
 
-    def run(rows: list[tuple[int, list[int], int]], decode: bool) -> torch.Tensor | None:
-        tokens, places, positions, segments, ends = [], [], [], [], []
-        for slot, new, start in rows:
-            segments.append((len(tokens), len(tokens) + len(new)))
-            tokens += new
-            places += [slot] * len(new)
+    def run(steps: list[tuple[int, int, int]], pieces: list[tuple[int, list[int], int]]) -> torch.Tensor | None:
+        """A pass of single tokens ``(slot, token, position)`` and of pieces ``(slot, tokens, position)``."""
+        tokens, places = [token for _, token, _ in steps], [slot for slot, _, _ in steps]
+        positions, segments = [position for _, _, position in steps], []
+        ends = list(range(len(steps)))
+        extra = -(len(tokens) + sum(len(new) for _, new, _ in pieces)) % filler
+        for slot, new, start in [*pieces, *([(slots + 1, [0] * extra, 0)] if extra else [])]:
+            segments.append(Segment(len(tokens), len(tokens) + len(new), slot, start))
+            tokens, places = tokens + new, places + [slot] * len(new)
             positions += range(start, start + len(new))
-            ends.append(len(tokens) - 1)
-        extra = -len(tokens) % filler
-        if extra:
-            segments.append((len(tokens), len(tokens) + extra))
-            tokens, places, positions = tokens + [0] * extra, places + [slots] * extra, positions + list(range(extra))
+            ends += [len(tokens) - 1] if slot <= slots else []
         context = CacheContext(
-            cache, torch.tensor(places), torch.tensor(positions), max_sequence_length=longest,
-            segments=None if decode else segments,
-            rows=slice(0, slots) if decode and not extra and len(rows) == slots else None,
+            cache, torch.tensor(places), torch.tensor(positions), max_sequence_length=longest, steps=len(steps),
+            segments=segments, longest=max((p for _, _, p in steps), default=0) + 1,
+            first_slot=0 if [slot for slot, _, _ in steps] == list(range(slots)) else None,
         )  # fmt: skip
-        out = packed_forward(chunks, torch.tensor(tokens), context, torch.tensor(ends), groups=groups)
+        out = None
+        for stage in range(len(chunks)):
+            out = pipeline.run(stage, torch.tensor(tokens), context, torch.tensor(ends))
+        pipeline.settle()
         if out is None:
             return None
         shards = [torch.empty_like(out) for _ in range(groups.tp.size())]
         torch.distributed.all_gather(shards, out.contiguous(), group=groups.tp)
         return torch.cat(shards, -1)[:, : config.vocab_size]
 
+    def in_pieces() -> torch.Tensor | None:
+        out = []
+        for i, prompt in enumerate(PROMPTS):
+            parts = [run([], [(i, prompt[at : at + 2], at)]) for at in range(0, len(prompt), 2)]
+            out.append(parts[-1])
+        return None if out[0] is None else torch.cat([part for part in out if part is not None])
+
+    def further(i: int, step: int) -> tuple[int, int, int]:
+        return i, CONTINUED[i][step], len(PROMPTS[i]) + step
+
     with torch.no_grad():
-        steps = [run([(i, prompt, 0) for i, prompt in enumerate(PROMPTS)], decode=False)]
+        steps = [run([], [(i, prompt, 0) for i, prompt in enumerate(PROMPTS)]), in_pieces()]
         for step in range(3):
-            steps.append(run([(i, [CONTINUED[i][step]], len(PROMPTS[i]) + step) for i in range(slots)], decode=True))
-        steps.append(run([(1, [CONTINUED[1][3]], len(PROMPTS[1]) + 3)], decode=True))
+            steps.append(run([further(i, step) for i in range(slots)], []))
+        steps.append(run([further(1, 3)], []))
+        mixed = run([further(i, 2) for i in range(slots)], [(slots, PROMPTS[0], 0)])
+        steps.append(None if mixed is None else mixed[:slots])
+        steps.append(None if mixed is None else mixed[slots:])
     return steps if steps[0] is not None else None
 
 
@@ -149,13 +169,15 @@ def test_cached_logits_equal_full_recomputation(run_ranks: Any, tmp_path: Path, 
     model = Reference(path).model
     with torch.no_grad():
         full = [model(torch.tensor([prompt + more])).logits[0] for prompt, more in zip(PROMPTS, CONTINUED, strict=True)]
-    answers = [steps for steps in run_ranks(_cached, world, path, sizes, kv_heads) if steps is not None]
-    assert len(answers) == world // sizes.get("pipeline_model_parallel_size", 1)
-    for steps in answers:
-        for step, logits in enumerate(steps[:4]):
-            expected = torch.stack([full[i][len(PROMPTS[i]) - 1 + step] for i in range(3)])
-            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
-        torch.testing.assert_close(steps[4], full[1][-1:], rtol=1e-5, atol=2e-5)
+    expected = [torch.stack([full[i][len(PROMPTS[i]) - 1 + step] for i in range(3)]) for step in (0, 0, 1, 2, 3)]
+    expected += [full[1][-1:], expected[-1], expected[0][:1]]
+    # Each rank's stages by themselves and through Megatron's modules.
+    for lean in (True, False):
+        answers = [steps for steps in run_ranks(_cached, world, path, sizes, kv_heads, lean) if steps is not None]
+        assert len(answers) == world // sizes.get("pipeline_model_parallel_size", 1)
+        for steps in answers:
+            for logits, right in zip(steps, expected, strict=True):
+                torch.testing.assert_close(logits, right, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

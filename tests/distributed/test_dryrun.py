@@ -40,9 +40,7 @@ QUICK = ("pp2",)
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_inputs(tmp_path_factory.mktemp("dryrun"), num_layers=4)
-    lines = [
-        json.dumps({"prompt": f"{word} of the old trees in the wind and a robot who reads"}) for word in "abcdefgh"
-    ]
+    lines = [json.dumps({"prompt": f"the old trees in the wind and a robot who reads {word}"}) for word in "abcdefgh"]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 

@@ -1,0 +1,276 @@
+"""Time of sampling with log-probs, next to transformers' ``generate`` and to our own static batch.
+
+    python benchmarks/rollout.py [--cases 8k 32k skewed smollm2] [--dtype fp32] [--threads 2] [--json FILE]
+
+Cases:
+
+- ``8k``, ``32k``: a Llama-like model (4 layers, hidden size 256) with random weights and that vocabulary; 16 prompts of
+  64 tokens, 64 sampled tokens each. The peer samples with a dynamic and with a static cache.
+- ``skewed``: 64 requests through 8 slots. Their responses end by chance, so that no length is known before, and the
+  longest is about three times the mean; next to our own engine where a batch ends with its longest row.
+- ``smollm2``: SmolLM2-135M-Instruct (``tools/make_smollm2.py``), 32 chat prompts of mixed length, up to 64 tokens.
+
+Both sides draw from the whole distribution at temperature 1 and give the log-prob of every token. transformers keeps
+the scores of all steps for `compute_transition_scores`; the peer here does what costs it least: it looks the log-probs
+up in a `LogitsProcessor` and keeps nothing else. ``generate (no log-probs)`` leaves that out too.
+
+On a machine that does other work at the same time, ``--threads 1 --clock cpu`` compares processor times.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import Report, alternate, compare, finish, parser
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TARGETS = {("8k", "fp32"): 2.0, ("8k", "bf16"): 2.0, ("32k", "fp32"): 3.0, ("32k", "bf16"): 3.5, ("smollm2", "fp32"): 3}
+OURS, DYNAMIC, STATIC, BARE = "mrlhf", "generate (dynamic cache)", "generate (static cache)", "generate (no log-probs)"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both sides are given: a model, prompts, and what ends a response."""
+
+    folder: Path
+    prompts: list[list[int]]
+    limit: int
+    stop_ids: Sequence[int]
+    dtype: torch.dtype
+
+
+def main() -> None:
+    """Parse the command line, run the cases, print the table."""
+    warnings.filterwarnings("ignore")
+    options = parser(__doc__)
+    options.add_argument("--cases", nargs="+", default=["8k", "32k", "skewed", "smollm2"])
+    options.add_argument("--dtype", choices=sorted(DTYPES), default="fp32")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    options.add_argument("--smollm2", type=Path, default=Path(".cache/smollm2"), help="folder of the model")
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory(prefix="mrlhf-rollout-") as work:
+        dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=0, world_size=1)
+        from mrlhf.megatron import device
+
+        device.install()
+        report = Report("rollout")
+        for case in arguments.cases:
+            {"skewed": skewed, "smollm2": smollm2}.get(case, vocabulary)(case, report, arguments, Path(work))
+        finish(report, arguments.json)
+        dist.destroy_process_group()
+
+
+def vocabulary(case: str, report: Report, arguments: Any, work: Path) -> None:
+    """Equal prompts, equal responses: what a step costs."""
+    size = {"8k": 8192, "32k": 32768}[case]
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, size, (16, 64), generator=generator).tolist()
+    job = Job(make_llama(work / case, size), prompts, 64, (), DTYPES[arguments.dtype])
+    ours, peer = Ours(job, slots=16), Peer(job)
+    variants: dict[str, Callable[[], Any]] = {
+        OURS: ours.run,
+        DYNAMIC: peer.run,
+        STATIC: lambda: peer.run("static"),
+        BARE: lambda: peer.run(logprobs=False),
+    }
+    times = measure(variants, arguments)
+    for name in (DYNAMIC, STATIC, BARE):
+        target = TARGETS[case, arguments.dtype] if name != BARE else None
+        report.add(compare(f"{case} {arguments.dtype}, 16 x (64 + 64)", times, OURS, name, target=target))
+
+
+def skewed(case: str, report: Report, arguments: Any, work: Path) -> None:
+    """Responses as rollouts have them: most are short, a few are long, and nobody knows which."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 8192, (16 + i % 17,), generator=generator).tolist() for i in range(64)]
+    # Random weights say everything with about the same probability: one token in 40 ends a response.
+    stop_ids = torch.randperm(8192, generator=generator)[: 8192 // 40].tolist()
+    job = Job(make_llama(work / case, 8192), prompts, 128, stop_ids, DTYPES[arguments.dtype])
+    ours = Ours(job, slots=8, step=1)
+    lengths = [len(g.tokens) for g in ours.run()]
+    ratio = max(lengths) / (sum(lengths) / len(lengths))
+    times = measure({"continuous": ours.run, "static": lambda: ours.run(static=True)}, arguments)
+    note = f"longest {max(lengths)}, longest / mean {ratio:.2f}"
+    name = f"skewed {arguments.dtype}, 64 requests, 8 slots"
+    report.add(compare(name, times, "continuous", "static", target=round(0.7 * ratio, 2), note=note))
+
+
+def smollm2(case: str, report: Report, arguments: Any, work: Path) -> None:
+    """A real model, chat prompts of mixed length, responses that end when the model ends them."""
+    if not (arguments.smollm2 / "config.json").exists():
+        print(f"{case}: no model in {arguments.smollm2}: python tools/make_smollm2.py --target {arguments.smollm2}")
+        return
+    from mrlhf.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(arguments.smollm2))
+    prompts = [tokenizer.encode_messages(chat) for chat in chats(32)]
+    job = Job(arguments.smollm2, prompts, 64, tokenizer.eos_ids, DTYPES[arguments.dtype])
+    ours, peer = Ours(job, slots=32), Peer(job)
+    times = measure({OURS: ours.run, DYNAMIC: peer.run}, arguments)
+    lengths = sorted(map(len, prompts))
+    note = f"prompts of {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}"
+    target = TARGETS.get((case, arguments.dtype))
+    report.add(compare(f"SmolLM2-135M {arguments.dtype}, 32 chats", times, OURS, DYNAMIC, target=target, note=note))
+
+
+def measure(variants: dict[str, Callable[[], Any]], arguments: Any) -> dict[str, list[float]]:
+    """Seconds of each variant by turns, by the clock that was asked for."""
+    clock = CLOCKS[arguments.clock]
+
+    def timed(run: Callable[[], Any]) -> Callable[[], float]:
+        def once() -> float:
+            begin = clock()
+            run()
+            return clock() - begin
+
+        return once
+
+    return alternate({name: timed(run) for name, run in variants.items()}, repeats=arguments.repeats)
+
+
+def chats(count: int) -> list[list[dict[str, str]]]:
+    """Questions about one sentence, and now and then about a page."""
+    sentences = [
+        "The museum opened in 1902 and has three floors.",
+        "Our train was late, and the last bus had left.",
+        "She keeps bees behind the house and sells the honey in the village.",
+        "The contract says that either side may end it with a month's notice.",
+        "Water boils at a lower temperature on a mountain.",
+        "Two of the five machines were repaired last week.",
+    ]
+    asks = ["Say this in one sentence:", "What is the main point of this?", "Continue this story:", "Reply kindly to:"]
+    made = []
+    for i in range(count):
+        length = 24 if i % 8 == 7 else 1 + (i * 5) % 8
+        text = " ".join(sentences[(i + k) % len(sentences)] for k in range(length))
+        made.append([{"role": "user", "content": f"{asks[i % len(asks)]} {text}"}])
+    return made
+
+
+def make_llama(folder: Path, size: int) -> Path:
+    """A Llama-like model with random weights as a Hugging Face folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=688, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class Ours:
+    """Our side."""
+
+    def __init__(self, job: Job, *, slots: int, step: int | None = None) -> None:
+        from mrlhf.checkpoint.convert import load_weights
+        from mrlhf.checkpoint.hf_config import read_model_config
+        from mrlhf.megatron.device import seed_rng_tracker
+        from mrlhf.megatron.groups import build_groups
+        from mrlhf.megatron.model import build_model
+        from mrlhf.planner import ParallelSizes
+        from mrlhf.rollout.engine import GenerationRequest, RolloutEngine
+
+        sizes = ParallelSizes()
+        groups = build_groups(sizes)
+        seed_rng_tracker(0, 0)
+        config = read_model_config(job.folder)
+        chunks = build_model(config, sizes, groups, head="lm", trainable=False, dtype=job.dtype)
+        load_weights(chunks, config, job.folder, groups=groups, head="lm")
+        self.engine = RolloutEngine(
+            chunks, groups, vocab_size=config.vocab_size, kv_heads=config.num_query_groups, head_dim=config.head_dim,
+            max_length=config.max_position_embeddings, slots=slots,
+        )  # fmt: skip
+        self.requests = [GenerationRequest(i, prompt, job.limit) for i, prompt in enumerate(job.prompts)]
+        self.stop_ids, self.fixed, self.step, self.slots = job.stop_ids, step, 0, slots
+
+    def run(self, *, static: bool = False) -> list[Any]:
+        """One rollout; with ``static`` a batch of rows at a time."""
+        from mrlhf.rollout.sampling import SamplingParams
+
+        self.step += 1
+        size = self.slots if static else len(self.requests)
+        made = []
+        for start in range(0, len(self.requests), size):
+            made += self.engine.generate(
+                self.requests[start : start + size], SamplingParams(), stop_ids=self.stop_ids, seed=0,
+                step=self.step if self.fixed is None else self.fixed, with_logprobs=True,
+            )  # fmt: skip
+        return made
+
+
+class Peer:
+    """transformers' side, batched with padding on the left."""
+
+    def __init__(self, job: Job) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype).eval()
+        width = max(map(len, job.prompts))
+        self.ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in job.prompts])
+        self.mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in job.prompts])
+        self.limit, self.stop_ids = job.limit, list(job.stop_ids)
+
+    def run(self, cache: str = "dynamic", *, logprobs: bool = True) -> None:
+        """One rollout."""
+        from transformers import LogitsProcessorList
+
+        keeper = Logprobs()
+        with torch.no_grad():
+            made = self.model.generate(
+                self.ids, attention_mask=self.mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=self.limit, min_new_tokens=None if self.stop_ids else self.limit,
+                eos_token_id=self.stop_ids or None, pad_token_id=0, cache_implementation=cache,
+                logits_processor=LogitsProcessorList([keeper] if logprobs else []),
+            )  # fmt: skip
+        if logprobs:
+            keeper.finish(made)
+
+
+class Logprobs:
+    """Log-probs of sampled tokens without the scores of all steps: those of a step are looked up in the next one."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """A step: ``input_ids`` end with the token that was drawn from the last scores."""
+        self._look_up(input_ids)
+        self.last = scores.float().log_softmax(-1)
+        return scores
+
+    def _look_up(self, ids: torch.Tensor) -> None:
+        if self.last is not None:
+            self.kept.append(self.last.gather(1, ids[:, -1:]))
+
+    def finish(self, ids: torch.Tensor) -> torch.Tensor:
+        """``[rows, new tokens]``."""
+        self._look_up(ids)
+        return torch.cat(self.kept, 1)
+
+
+if __name__ == "__main__":
+    main()

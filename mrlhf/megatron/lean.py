@@ -1,0 +1,219 @@
+"""A stage's forward for generation without the layers of calls around each product.
+
+A decoding step of a small model is a few hundred short kernels, and the wrappers around them (autograd functions for
+communication that is not needed, contexts, hooks) take as long as they do. `LeanStage` computes the same function with
+the same weights, layers and groups: it is built from a stage whose parts it knows one by one, and not at all from any
+other, which then runs through Megatron's own forward. Mixture-of-experts layers keep Megatron's module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from mrlhf.megatron.attention import CacheContext, CachedSelfAttention, cached_attention
+from mrlhf.megatron.heads import LogprobHead
+from mrlhf.megatron.model import LanguageModelStage
+from mrlhf.megatron.norms import TorchNorm
+
+_OFF = (
+    "sequence_parallel",
+    "fp8",
+    "fp4",
+    "fp32_residual_connection",
+    "apply_residual_connection_post_layernorm",
+    "multi_latent_attention",
+    "rotary_interleaved",
+    "attention_output_gate",
+    "window_size",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "use_te_activation_func",
+    "bias_activation_fusion",
+    "inference_fuse_tp_communication",
+    "mtp_num_layers",
+)
+"""Settings of Megatron's that change what a layer computes, or how, and are off in what is computed here."""
+
+
+class _Linear:
+    """A sharded linear layer; ``reduced`` sums its output over the tensor ranks."""
+
+    __slots__ = ("bias", "group", "weight")
+
+    def __init__(self, module: Any, group: dist.ProcessGroup | None) -> None:
+        self.weight, self.bias = module.weight, module.bias
+        self.group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, k] -> [T, n]``."""
+        if self.group is None:
+            return F.linear(x, self.weight, self.bias)
+        out = F.linear(x, self.weight)
+        dist.all_reduce(out, group=self.group)
+        return out if self.bias is None else out + self.bias
+
+
+class _Layer:
+    """One transformer layer."""
+
+    def __init__(self, layer: Any, group: dist.ProcessGroup | None) -> None:
+        attention, config = layer.self_attention, layer.config
+        self.number = layer.layer_number
+        self.norms = layer.input_layernorm, layer.pre_mlp_layernorm
+        self.qkv, self.proj = _Linear(attention.linear_qkv, None), _Linear(attention.linear_proj, group)
+        self.head_norms = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
+        self.groups = attention.num_query_groups_per_partition
+        self.queries = attention.num_attention_heads_per_partition // self.groups
+        self.scale = config.softmax_scale
+        self.mlp: Callable[[torch.Tensor], torch.Tensor] = _module_mlp(layer.mlp)
+        if type(layer.mlp) is MLP and _plain(layer.mlp.linear_fc1, layer.mlp.linear_fc2):
+            self.mlp = _Mlp(layer.mlp, group)
+
+    def __call__(self, x: torch.Tensor, context: CacheContext, rotary: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        """``[T, h] -> [T, h]``."""
+        mixed = self.qkv(self.norms[0](x)).view(x.size(0), self.groups, self.queries + 2, -1)
+        turned = mixed[:, :, :-1]
+        if self.head_norms[0] is not None:
+            query, key = turned[:, :, :-1], turned[:, :, -1:]
+            turned = torch.cat((self.head_norms[0](query), self.head_norms[1](key)), dim=2)
+        cos, sin = rotary
+        # The two halves of a head change places; the sign of the first one's sine is in the table.
+        turned = torch.addcmul(turned * cos, turned.roll(turned.size(-1) // 2, -1), sin)
+        query, key, value = turned[:, :, :-1], turned[:, :, -1], mixed[:, :, -1]
+        x = x + self.proj(cached_attention(query, key, value, context, self.number, self.scale))
+        return x + self.mlp(self.norms[1](x))
+
+
+class _Mlp:
+    """Two linear layers with an activation between them, gated or not."""
+
+    def __init__(self, mlp: Any, group: dist.ProcessGroup | None) -> None:
+        self.first, self.second = _Linear(mlp.linear_fc1, None), _Linear(mlp.linear_fc2, group)
+        # Megatron adds this bias after the product, outside the layer.
+        self.activation, self.gated = mlp.config.activation_func, mlp.config.gated_linear_unit
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, h] -> [T, h]``."""
+        y = self.first(x)
+        if not self.gated:
+            return self.second(self.activation(y))
+        gate, up = y.chunk(2, dim=-1)
+        return self.second(self.activation(gate).mul_(up))
+
+
+def _module_mlp(mlp: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        """Megatron's own."""
+        out, bias = mlp(x.unsqueeze(1))
+        out = out.squeeze(1)
+        return out if bias is None else out + bias
+
+    return call
+
+
+class LeanStage:
+    """The forward of one stage over packed tokens."""
+
+    def __init__(self, chunk: Any, groups: ProcessGroupCollection) -> None:
+        """Take the parts of a stage that `is_known`."""
+        group = groups.tp if groups.tp.size() > 1 else None
+        self.chunk = chunk
+        self.layers = [_Layer(layer, group) for layer in chunk.decoder.layers]
+        self.norm = _norm(chunk.decoder.final_layernorm)
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @staticmethod
+    def is_known(chunk: Any, groups: ProcessGroupCollection) -> bool:
+        """Whether every part of the stage is one that this class computes as Megatron does."""
+        config = chunk.config
+        return (
+            type(chunk) is LanguageModelStage
+            and not any(getattr(config, name, None) for name in _OFF)
+            and getattr(config, "softmax_type", "vanilla") == "vanilla"
+            and chunk.position_embedding_type == "rope"
+            and chunk.rotary_pos_emb.inv_freq.numel() * 2 == config.kv_channels
+            and config.num_query_groups >= groups.tp.size()
+            and all(_known_layer(layer) for layer in chunk.decoder.layers)
+            and type(_norm(chunk.decoder.final_layernorm)) in (type(None), TorchNorm)
+            and (not chunk.pre_process or _known_embedding(chunk.embedding))
+            and (not chunk.post_process or type(chunk.output_layer) is LogprobHead)
+        )
+
+    def __call__(
+        self, tokens: torch.Tensor, hidden: torch.Tensor | None, context: CacheContext, select: torch.Tensor
+    ) -> torch.Tensor:
+        """``[T, h]`` for the next stage; on the last one logits ``[n, padded vocabulary / TP]`` of ``select``."""
+        x = self.chunk.embedding.word_embeddings(tokens) if hidden is None else hidden
+        if context.rotary is None:
+            context.rotary = self._rotary(context, x.dtype)
+        for layer in self.layers:
+            x = layer(x, context, context.rotary)
+        if self.norm is None:
+            return x
+        if select.numel() < x.size(0):
+            x = x[select]
+        x = self.norm(x)
+        if not self.chunk.post_process:
+            return x
+        tied = self.chunk.share_embeddings_and_output_weights
+        weight = self.chunk.shared_embedding_or_output_weight() if tied else self.chunk.output_layer.weight
+        return F.linear(x, weight)
+
+    def _rotary(self, context: CacheContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine of the positions of a pass, ``[T, 1, 1, head_dim]``."""
+        if self._tables is None or self._tables[0].size(0) < context.max_sequence_length:
+            angles = self.chunk.rotary_pos_emb.get_emb(context.max_sequence_length)
+            sine, half = angles.sin(), angles.size(-1) // 2
+            sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)
+            self._tables = angles.cos().to(dtype), sine.to(dtype)
+        return self._tables[0][context.positions], self._tables[1][context.positions]
+
+
+def _known_layer(layer: Any) -> bool:
+    attention = layer.self_attention
+    head_norms = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
+    return (
+        type(layer) in _LAYERS
+        and type(attention) is CachedSelfAttention
+        and type(layer.input_layernorm) is type(layer.pre_mlp_layernorm) is TorchNorm
+        and all(norm is None or type(norm) is TorchNorm for norm in head_norms)
+        and (head_norms[0] is None) == (head_norms[1] is None)
+        and _plain(attention.linear_qkv, attention.linear_proj)
+    )
+
+
+def _layer_kinds() -> tuple[type, ...]:
+    from megatron.core.transformer import transformer_layer
+
+    # From Megatron-Core 0.17 mixture-of-experts layers have a class of their own for CUDA graphs.
+    return (TransformerLayer, *filter(None, [getattr(transformer_layer, "MoETransformerLayer", None)]))
+
+
+_LAYERS = _layer_kinds()
+
+
+def _norm(module: Any) -> Any:
+    """The norm, or None where Megatron has put a placeholder."""
+    return None if module is None or type(module) is IdentityOp else module
+
+
+def _plain(first: Any, second: Any) -> bool:
+    return type(first) is ColumnParallelLinear and type(second) is RowParallelLinear
+
+
+def _known_embedding(embedding: Any) -> bool:
+    return (
+        type(embedding.word_embeddings) is VocabParallelEmbedding
+        and not embedding.add_position_embedding
+        and embedding.tokentype_embeddings is None
+    )
