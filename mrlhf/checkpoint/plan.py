@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
 from mrlhf.checkpoint import optimizer_state
@@ -76,14 +77,19 @@ def state_bytes(models: Mapping[str, SavedModel], averages: Mapping[str, Average
     """
     own = 0
     for model in models.values():
-        groups = model.trainable.groups
-        if groups.dp.rank() or groups.cp.rank():
-            continue
         kinds = len(optimizer_state.kinds(model.trainable)) if optimizer else 0
-        parameters = [p for chunk in model.trainable.modules for p in chunk.parameters()]
+        parameters = [p for p, writes in _parameters(model) if writes]
         own += sum(p.numel() * (p.element_size() + 4 * kinds) for p in parameters)
     for average in averages.values():
-        groups = models[average.model].trainable.groups
-        if not (groups.dp.rank() or groups.cp.rank()):
-            own += sum(tensor.numel() * tensor.element_size() for tensor in average.tensors.values())
+        # Its tensors are those of the parameters, in their order.
+        for (_, writes), tensor in zip(_parameters(models[average.model]), average.tensors.values(), strict=True):
+            own += tensor.numel() * tensor.element_size() if writes else 0
     return sum(all_gather_objects(own))
+
+
+def _parameters(model: SavedModel) -> list[tuple[torch.nn.Parameter, bool]]:
+    """Parameters of this rank, and whether it is the first one with the same: experts have replicas of their own."""
+    groups = model.trainable.groups
+    first = {True: not (groups.dp.rank() or groups.cp.rank()), False: not groups.expt_dp.rank()}
+    found = [p for chunk in model.trainable.modules for p in chunk.parameters()]
+    return [(parameter, first[bool(getattr(parameter, "allreduce", True))]) for parameter in found]

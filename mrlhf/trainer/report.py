@@ -171,6 +171,7 @@ def _loss_metrics(reduced: dict[str, float], steps: list[Step]) -> dict[str, flo
         "entropy": "policy/entropy",
         "kl_loss": "policy/kl_loss",
         "value_error": "value/value_error",
+        "load_balancing_loss": "policy/load_balancing_loss",
         "ptx_loss": "ptx/loss",
     }
     metrics = {ours: reduced[theirs] for ours, theirs in names.items() if theirs in reduced}

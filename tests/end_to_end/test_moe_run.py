@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.hf_tools import read_tensors
+from mrlhf.checkpoint.convert_state import export_state
+from tests.distributed.hf_tools import assert_same_tensors, read_tensors
 from tests.distributed.moe_tools import write_moe
 from tests.end_to_end.test_ppo_run import _assert_same_run
 from tests.ranks import run_ranks
@@ -18,6 +19,7 @@ EP2 = ("parallel.expert_model_parallel_size=2",)
 PP2 = "parallel.pipeline_model_parallel_size=2"
 TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 TOKENS = ("ppo.micro_batch_tokens=60", "inference.micro_batch_tokens=70")
+BALANCED = ("ppo.ema_decay=0.9", "actor.moe_aux_loss_coef=0.01")
 ONE = "ppo.micro_batch_size=1"
 LAYOUTS = {
     # Three prompts at once of four, and micro-batches by tokens: replicas have different numbers of passes.
@@ -71,13 +73,18 @@ def test_the_layout_changes_nothing(inputs: Path, alone: Path, layout: str) -> N
 
 def resumed(inputs: Path, root: Path, *overrides: str) -> None:
     """Two iterations in one go, and the second one of them again."""
-    shared = ("checkpoint.interval=1", *overrides)
-    train(config(inputs, root / "whole", *shared))
+    shared = ("checkpoint.interval=1", *BALANCED, *overrides)
+    train(config(inputs, root / "whole", *shared, "trainer.export=true"))
     train(config(inputs, root / "part", *shared, "trainer.iterations=1"))
 
 
 def go_on(inputs: Path, root: Path, *overrides: str) -> None:
-    train(config(inputs, root / "part", "checkpoint.interval=1", "trainer.resume=auto", *overrides))
+    shared = ("checkpoint.interval=1", *BALANCED, "trainer.resume=auto")
+    train(config(inputs, root / "part", *shared, *overrides))
+
+
+def export(checkpoint: Path, target: Path, role: str, tensor_model_parallel_size: int) -> None:
+    export_state(checkpoint, target, role, tensor_model_parallel_size=tensor_model_parallel_size)
 
 
 def test_a_run_goes_on_with_its_experts_elsewhere(inputs: Path, tmp_path: Path) -> None:
@@ -87,8 +94,11 @@ def test_a_run_goes_on_with_its_experts_elsewhere(inputs: Path, tmp_path: Path) 
         shutil.copytree(tmp_path / "part", tmp_path / name / "part")
         run_ranks(go_on, 2, inputs, tmp_path / name, *overrides)
         part = read_lines(tmp_path / name / "part" / "metrics.jsonl")[1]
-        keys = ("score_mean", "policy_loss", "actor_grad_norm", "value_loss", "kl_k1")
+        keys = ("score_mean", "policy_loss", "actor_grad_norm", "value_loss", "kl_k1", "load_balancing_loss")
         expected = {key: whole[key] for key in keys}
         if name == "same":
             assert {key: part[key] for key in keys} == expected
         assert {key: part[key] for key in keys} == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    for world, role, folder in ((1, "actor", "actor"), (2, "ema", "ema")):
+        run_ranks(export, world, tmp_path / "whole", tmp_path / role, role, world)
+        assert_same_tensors(tmp_path / role, tmp_path / "whole" / folder)
