@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -73,8 +74,9 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> in
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
-    # CUDA itself stops reading at the first number below 0.
-    return len([name for name in listed.split("-1")[0].split(",") if name.strip()])
+    # CUDA itself stops reading at the first number below 0; names of GPUs may hold a "-1" too.
+    names = [name.strip() for name in listed.split(",")]
+    return sum(bool(name) for name in takewhile(lambda name: not re.fullmatch(r"-\d+", name), names))
 
 
 def missing_options(env: LaunchEnv, needed: int, gpus: int) -> str | None:
@@ -177,11 +179,12 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchEnv:
     # Below the range that systems hand out to clients, and the same for all tasks of one step.
     step = int(environ.get("SLURM_STEP_ID", "0")) if environ.get("SLURM_STEP_ID", "0").isdigit() else 0
     job = _integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
+    node = _integer(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
     return LaunchEnv(
         rank=rank,
         world_size=world_size,
         local_rank=_integer(environ, "SLURM_LOCALID"),
-        local_world_size=tasks_on_node(tasks_per_node, int(environ.get("SLURM_NODEID", "0"))) or world_size,
+        local_world_size=tasks_on_node(tasks_per_node, node) or world_size,
         master_addr=address or first_slurm_host(nodes),
         master_port=port or 15000 + (job * 31 + step) % 15000,
         launcher="slurm",

@@ -9,12 +9,11 @@ from mrlhf.errors import ConfigError
 
 
 def first_slurm_host(nodes: str) -> str:
-    """The first host of a Slurm node list: ``gpu[007-009,12],cpu1`` -> ``gpu007``."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes.strip())
+    """The first host of a Slurm node list: ``gpu[007-009,12],cpu1`` -> ``gpu007``, ``r[2-3]n[1,4]`` -> ``r2n1``."""
+    match = re.match(r"(?:[^\[\],]|\[\w+[^\]]*\])+(?=,|$)", nodes.strip())
     if match is None:
         raise ConfigError(f"Slurm's node list {nodes!r} cannot be read; set MASTER_ADDR")
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + (suffix or "")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
 def tasks_on_node(tasks: str, node: int) -> int | None:

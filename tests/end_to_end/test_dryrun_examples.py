@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +17,22 @@ LLAMA_70B, LLAMA_405B, REWARD_8B = 70_553_706_496, 405_853_388_800, 7_504_928_76
 """By the hand arithmetic of ``tests/unit/test_dryrun.py``."""
 
 
-def dry_run(*args: str, timeout: float) -> dict[str, Any]:
-    """What the command prints as JSON."""
+def dry_run(*args: str, cpu_seconds: float) -> dict[str, Any]:
+    """What the command prints as JSON; it takes at most so many seconds of one core, however busy the machine is."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "mrlhf", "dryrun", *args, "--json"],
         cwd=ROOT,
         env=environment,
-        timeout=timeout,
+        timeout=6 * cpu_seconds,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < cpu_seconds
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
@@ -41,7 +45,7 @@ def messages(group: dict[str, Any], phase: str, kind: str) -> list[dict[str, Any
 
 @pytest.mark.slow
 def test_every_rank_of_70b() -> None:
-    answer = dry_run("examples/configs/ppo_70b.yaml", "--world-size", "32", "--rank", "all", timeout=600)
+    answer = dry_run("examples/configs/ppo_70b.yaml", "--world-size", "32", "--rank", "all", cpu_seconds=600)
     counted = {role: model["parameters_of_all_ranks"] for role, model in answer["models"].items()}
     assert counted == {"actor": LLAMA_70B, "reference": LLAMA_70B, "critic": REWARD_8B, "reward0": REWARD_8B}
     assert sorted(rank for group in answer["ranks"] for rank in group["ranks"]) == list(range(32))
@@ -77,7 +81,7 @@ def test_every_rank_of_70b() -> None:
 
 @pytest.mark.slow
 def test_some_ranks_of_405b_on_1024() -> None:
-    answer = dry_run("examples/configs/ppo_405b.yaml", "--world-size", "1024", "--rank", "0,1023", timeout=900)
+    answer = dry_run("examples/configs/ppo_405b.yaml", "--world-size", "1024", "--rank", "0,1023", cpu_seconds=300)
     first, last = answer["ranks"]
     h, columns = 16384, 129_024 // 8
     layer = 2 * h * h // 8 + 2 * h * 128 + 3 * h * 53248 // 8 + 2 * h

@@ -126,10 +126,17 @@ def test_inconsistent_environments(environ: dict[str, str], message: str) -> Non
         ("a,b[1-2]", "a"),
         ("rack1-n[3,5]", "rack1-n3"),
         ("n[1-2].local", "n1.local"),
+        ("r[2-3]n[1,4-5],x", "r2n1"),
     ],
 )
 def test_first_slurm_host(nodes: str, first: str) -> None:
     assert first_slurm_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", " ", ",a", "gpu[1-2", "gpu]", "gpu[]"])
+def test_lists_of_hosts_that_are_none(nodes: str) -> None:
+    with pytest.raises(ConfigError, match="node list .* cannot be read; set MASTER_ADDR"):
+        first_slurm_host(nodes)
 
 
 def test_peer_failures_are_told_from_causes() -> None:

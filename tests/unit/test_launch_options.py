@@ -64,6 +64,8 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-abc,5"}, tmp_path) == 3
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1a2b-11,GPU-2c-1d"}, tmp_path) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, tmp_path) == 1
     assert visible_gpus({}, tmp_path / "none") == 0
 
 
