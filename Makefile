@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-all | test-gpu | lint | benchmarks
+# make install | quickstart | test | test-all | test-gpu | lint | benchmarks | peers
 # Another interpreter or Megatron-Core gets an environment of its own: make test PYTHON=python3.12 MCORE=0.19.2
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile
 # One thread a process: tests and examples start several processes on few cores.
 RUN := OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
 
-.PHONY: install quickstart test test-all test-gpu lint format benchmarks clean
+.PHONY: install quickstart test test-all test-gpu lint format benchmarks peers clean
 
 install: $(STAMP)
 
@@ -56,8 +56,16 @@ format: $(STAMP)
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
-benchmarks: $(STAMP)
-	set -e; for file in $$(ls benchmarks/*.py | grep -v __init__); do echo "== $$file"; $(RUN) python $$file; done
+# What the benchmarks compare with has an environment of its own, so that its versions and ours do not meet.
+peers: .venv-peers/.installed
+
+.venv-peers/.installed: benchmarks/peers.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	touch $@
+
+benchmarks: $(STAMP) peers
+	PATH="$(CURDIR)/$(BIN):$$PATH" python benchmarks/run.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -151,6 +152,23 @@ def machine() -> dict[str, Any]:
     }
 
 
+def peak_mebibytes() -> float:
+    """Peak resident memory of this process so far."""
+    return _status("VmHWM")
+
+
+def resident_mebibytes() -> float:
+    """Resident memory of this process now."""
+    return _status("VmRSS")
+
+
+def _status(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -174,10 +192,18 @@ class Worker:
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request and its answer. Raises `RuntimeError` when the process has ended."""
+        self.send(**request)
+        return self.receive()
+
+    def send(self, **request: Any) -> None:
+        """A request whose answer is fetched later: ranks of one job must all have it before any can answer."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """The answer to the last request. Raises `RuntimeError` when the process has ended."""
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith('{"answer"'):
                 answer: dict[str, Any] = json.loads(line)["answer"]
@@ -189,6 +215,31 @@ class Worker:
         if self.process.stdin is not None:
             self.process.stdin.close()
         self.process.wait(timeout=60)
+
+
+class Ranks:
+    """The worker processes of one distributed job on this machine."""
+
+    def __init__(self, command: Sequence[str], world_size: int, **environment: str) -> None:
+        """Start ``world_size`` of ``command`` with the variables that torchrun would set."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.workers = [
+            Worker(command, **shared, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world_size)
+        ]
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        """One request to all ranks, and their answers."""
+        for worker in self.workers:
+            worker.send(**request)
+        return [worker.receive() for worker in self.workers]
+
+    def close(self) -> None:
+        """End the job."""
+        for worker in self.workers:
+            worker.close()
 
 
 def serve(handler: Callable[..., dict[str, Any]]) -> None:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Rows are upcast in chunks of about this many elements, so that no fp32 copy of all the logits ever exists.
-_CHUNK_ELEMENTS = 1 << 20
+# Rows are worked on in chunks of about this many elements, so that no fp32 copy of all the logits ever exists; on a CPU
+# a chunk stays in the cache, a GPU wants enough work for one kernel.
+_CPU_CHUNK, _CUDA_CHUNK = 1 << 18, 1 << 24
 # exp(-inf) * -inf is NaN although its limit is 0; a floor this low leaves every other term unchanged.
 LOGIT_FLOOR = -1e30
 # torch 2.13 renamed the operator and warns of the old name.
@@ -129,15 +130,20 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         dtype = compute_dtype(logits.dtype)
         local = logits.new_zeros((4 if with_entropy else 3, logits.shape[0]), dtype=dtype)
         local[0] = float("-inf")
-        for rows in _row_chunks(logits) if valid else ():
-            x = logits[rows, :valid].to(dtype) * (1.0 / temperature)
+        chunks = _row_chunks(logits) if valid else []
+        # One buffer for all chunks: fresh memory for each costs more than the arithmetic.
+        buffer = _buffer(logits, chunks, valid, dtype)
+        scratch = torch.empty_like(buffer) if with_entropy else buffer
+        for rows in chunks:
+            count = rows.stop - rows.start
+            x = _scaled(logits[rows, :valid], temperature, buffer[:count])
             columns, inside = target_columns(targets[rows], start, valid)
             local[2, rows] = torch.where(inside, x.gather(1, columns).squeeze(1), 0.0)
             top = x.amax(1)
             local[0, rows] = top
             # A shard whose logits are all -inf must give a sum of 0, not NaN.
             x.sub_(top.masked_fill(top == float("-inf"), 0.0).unsqueeze(1))
-            weights = x.exp()
+            weights = torch.exp(x, out=scratch[:count])
             local[1, rows] = weights.sum(1)
             if with_entropy:
                 local[3, rows] = weights.mul_(x.clamp_(min=LOGIT_FLOOR)).sum(1)
@@ -153,18 +159,24 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         """The gradient of the logits ``[n, V/TP]`` from those of log-probs and entropy ``[n]``."""
         logits, targets, logsumexp, entropy = ctx.saved_tensors
         start, valid, temperature = ctx.constants
-        grad = torch.zeros_like(logits)
+        grad = torch.empty_like(logits)
+        grad[:, valid:].zero_()
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
-        for rows in _row_chunks(logits) if valid else ():
-            x = logits[rows, :valid].to(logsumexp.dtype) * (1.0 / temperature)
-            grad[rows, :valid] = softmax_gradient(
-                x,
+        chunks = _row_chunks(logits) if valid else []
+        in_place = logits.dtype == logsumexp.dtype
+        buffer = None if in_place else _buffer(logits, chunks, valid, logsumexp.dtype)
+        for rows in chunks:
+            out = grad[rows, :valid] if buffer is None else buffer[: rows.stop - rows.start]
+            x = softmax_gradient(
+                _scaled(logits[rows, :valid], temperature, out),
                 target_columns(targets[rows], start, valid),
                 logsumexp[rows],
                 grad_logprobs[rows] / temperature,
                 None if grad_entropy is None else (entropy[rows], grad_entropy[rows] / temperature),
             )
+            if not in_place:
+                grad[rows, :valid] = x
         return grad, None, None, None, None, None
 
 
@@ -201,11 +213,22 @@ def softmax_gradient(
         x.clamp_(min=LOGIT_FLOOR).add_(value.unsqueeze(1)).mul_(-grad_value.unsqueeze(1))
         x.sub_(grad_logprobs.unsqueeze(1)).mul_(probabilities)
     x.scatter_add_(1, columns, torch.where(inside, grad_logprobs, 0.0).unsqueeze(1))
-    return x.masked_fill_(idle.unsqueeze(1), 0.0)
+    # Asking first would make a GPU wait; a CPU it spares a pass over memory.
+    return x if not x.is_cuda and not idle.any() else x.masked_fill_(idle.unsqueeze(1), 0.0)
+
+
+def _buffer(logits: Tensor, chunks: list[slice], width: int, dtype: torch.dtype) -> Tensor:
+    return logits.new_empty(max((c.stop - c.start for c in chunks), default=0), width, dtype=dtype)
+
+
+def _scaled(logits: Tensor, temperature: float, out: Tensor) -> Tensor:
+    """Logits over the temperature in ``out`` and its dtype: 16-bit ones are widened first."""
+    out.copy_(logits)
+    return out if temperature == 1 else out.mul_(1.0 / temperature)
 
 
 def _row_chunks(logits: Tensor) -> list[slice]:
-    step = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], 1))
+    step = max(1, (_CUDA_CHUNK if logits.is_cuda else _CPU_CHUNK) // max(logits.shape[1], 1))
     return [slice(i, min(i + step, logits.shape[0])) for i in range(0, logits.shape[0], step)]
 
 

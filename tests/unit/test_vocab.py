@@ -62,12 +62,26 @@ def test_fp64_is_exact_and_bf16_is_computed_in_fp32():
         torch.testing.assert_close(entropy.double(), expected[1], rtol=tolerance, atol=tolerance)
 
 
+def test_bf16_logits_are_widened_before_the_temperature_divides_them():
+    logits, targets = draw(40, 13 + 3, torch.bfloat16)
+    upstream = torch.arange(40) / 40
+
+    def both(x):
+        logp, entropy = vocab_parallel_logprobs(x, targets, None, temperature=0.7, with_entropy=True, vocab_size=13)
+        return logp, entropy, torch.autograd.grad((logp * upstream).sum() + entropy.sum(), x)[0]
+
+    half, full = both(logits.requires_grad_()), both(logits.detach().float().requires_grad_())
+    assert torch.equal(half[0], full[0])
+    assert torch.equal(half[1], full[1])
+    assert torch.equal(half[2], full[2].bfloat16())
+
+
 def test_chunks_do_not_change_the_result(monkeypatch):
     logits, targets = draw(50, 16)
     logits.requires_grad_()
     whole = vocab_parallel_logprobs(logits, targets, None, with_entropy=True, vocab_size=13)
     grad = torch.autograd.grad((whole[0] * torch.arange(50)).sum() + whole[1].sum(), logits)[0]
-    monkeypatch.setattr("mrlhf.parallel.vocab._CHUNK_ELEMENTS", 48)
+    monkeypatch.setattr("mrlhf.parallel.vocab._CPU_CHUNK", 48)
     parts = vocab_parallel_logprobs(logits, targets, None, with_entropy=True, vocab_size=13)
     assert torch.equal(torch.stack(whole), torch.stack(parts))
     assert torch.equal(grad, torch.autograd.grad((parts[0] * torch.arange(50)).sum() + parts[1].sum(), logits)[0])
@@ -206,8 +220,9 @@ def test_fused_frozen_weight():
 
 def test_fused_peak_memory_is_a_few_tiles():
     """In a process of its own; the logits alone would be 128 MiB in fp32, a tile is 2 MiB."""
-    script = Path(__file__).parents[2] / "benchmarks" / "logprob_head.py"
-    command = [sys.executable, str(script), "--tokens", "2048", "--hidden", "32", "--vocab", "16384", "--entropy"]
-    output = subprocess.run([*command, "--variant", "fused"], check=True, capture_output=True, text=True,
-                            cwd=script.parents[1], env={**os.environ, "PYTHONPATH": "."}).stdout  # fmt: skip
-    assert json.loads(output.splitlines()[-1])["extra_megabytes"] < 24
+    script = Path(__file__).parents[2] / "benchmarks" / "logprob.py"
+    request = {"name": "ours", "size": [2048, 32, 16384], "backward": True, "what": "memory"}
+    output = subprocess.run([sys.executable, str(script), "--serve"], input=json.dumps(request), check=True,
+                            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."},
+                            cwd=script.parents[1]).stdout  # fmt: skip
+    assert json.loads(output.splitlines()[-1])["answer"]["figure"] < 24
