@@ -185,6 +185,20 @@ def test_a_rank_that_vanishes_ends_the_job(tiny_job: TinyJob, tmp_path: Path) ->
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
+def test_a_rank_of_the_critic_that_vanishes_ends_the_job(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """Rank 1 calls the function, while rank 0 computes log-probs and then waits for the scores."""
+    status, lines, text = _failing(tiny_job, tmp_path, "tinyrewards:vanishes", "placement=split")
+    assert status != 0
+    assert "exitcode  : 7" in text
+    assert not any("Traceback" in line for line in lines)
+    layout = "actor, reference on ranks 0-0: world 1 = TP 1 x PP 1 x DP 1; critic on ranks 1-1: world 1"
+    assert any(layout in line for line in lines)
+    status, lines, _ = _failing(tiny_job, tmp_path / "unexpected", "tinyrewards:unexpected", "placement=split")
+    assert status != 0
+    assert lines[-1] == "[rank 1] GeneratorExit: unexpected end of the scorer"
+
+
 def test_a_tensor_rank_that_fails_ends_the_job(tiny_job: TinyJob, tmp_path: Path) -> None:
     """Under TP 2 the other rank of the replica waits inside a broadcast of the scores."""
     status, lines, _ = _failing(tiny_job, tmp_path, "tinyrewards:fails_everywhere", TP2)
