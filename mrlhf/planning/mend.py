@@ -140,6 +140,9 @@ def _chains(question: Question) -> Iterator[list[Change]]:
         for k, j in ((2, 2), (2, 4), (4, 2), (4, 4))
         if t * k <= question.hardware.gpus_per_node and t * k * p * j <= world
     ]
+    if any(model.num_experts for model in question.models.values()):
+        ep = sizes.expert_model_parallel_size
+        yield [Change({EXPERTS: ep * k}) for k in (2, 4, 8, 16) if ep * k <= sizes.stage_ranks]
     if question.get("ppo.ema_decay") is not None:
         yield [Change({"ppo.ema_decay": None})]
     more = {distributed: True} if question.get(distributed) is False else {}
@@ -150,6 +153,8 @@ def _chains(question: Question) -> Iterator[list[Change]]:
     ]  # fmt: skip
 
 
+EXPERTS = "parallel.expert_model_parallel_size"
+"""Key of the ranks that share the experts."""
 RECOMPUTE = "parallel.recompute"
 """Key of full recomputation of layers."""
 

@@ -92,7 +92,22 @@ def _candidates(question: Question) -> Iterator[dict[str, Any]]:
                         values[f"{prefix}.micro_batch_size"] = count
                     # With one replica it divides nothing, but takes buffers in a save.
                     values["optimizer.distributed"] = world > t * p or context > 1
-                    yield values
+                    for shared in _expert_layouts(question, world * context // p):
+                        yield values | shared
+
+
+def _expert_layouts(question: Question, stage_ranks: int) -> Iterator[dict[str, Any]]:
+    """Every number of ranks that may share whole experts, inside a node; nothing for dense models."""
+    experts = max((model.num_experts or 1 for model in question.models.values()), default=1)
+    if experts == 1:
+        yield {}
+        return
+    for ep in _divisors(stage_ranks, min(stage_ranks, question.hardware.gpus_per_node)):
+        if experts % ep == 0:
+            yield {
+                "parallel.expert_model_parallel_size": ep,
+                "parallel.expert_tensor_parallel_size": 1 if ep > 1 else None,
+            }
 
 
 def _of_another_pipeline(question: Question, p: int) -> dict[str, Any]:
