@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from mrlhf.checkpoint.convert_state import export_state
+from tests import sft_run
 from tests.distributed.hf_tools import assert_same_tensors, read_tensors
 from tests.distributed.moe_tools import write_moe
 from tests.end_to_end.test_ppo_run import _assert_same_run
 from tests.ranks import run_ranks
-from tests.tiny_run import make_config, make_inputs, read_lines, train
+from tests.tiny_run import make_config, make_inputs, read_lines, steady, train
 
 EP2 = ("parallel.expert_model_parallel_size=2",)
 PP2 = "parallel.pipeline_model_parallel_size=2"
@@ -26,8 +27,11 @@ LAYOUTS = {
     "ep2": (2, [*EP2, "optimizer.distributed=true", "rollout.batch_size=3", *TOKENS]),
     "tp2-ep4": (4, [*TP2, "parallel.expert_model_parallel_size=4", "parallel.expert_tensor_parallel_size=1", ONE]),
     "ep2-pp2": (4, [*EP2, PP2, ONE]),
+    # Two ranks for the actor and its experts, one for critic and reward model.
+    "ep2-split": (3, [*EP2, "placement=split", "critic_ranks=1"]),
+    "ep2-recompute": (2, [*EP2, "parallel.recompute=true"]),
 }
-SLOW = ("tp2-ep4", "ep2-pp2")
+SLOW = ("tp2-ep4", "ep2-pp2", "ep2-split", "ep2-recompute")
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +106,21 @@ def test_a_run_goes_on_with_its_experts_elsewhere(inputs: Path, tmp_path: Path) 
     for world, role, folder in ((1, "actor", "actor"), (2, "ema", "ema")):
         run_ranks(export, world, tmp_path / "whole", tmp_path / role, role, world)
         assert_same_tensors(tmp_path / role, tmp_path / "whole" / folder)
+
+
+def tune(inputs: Path, output: Path, *overrides: str) -> None:
+    sft_run.train(sft_run.make_config(inputs, output, f"model.path={inputs / 'moe'}", *overrides))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_supervised_fine_tuning_with_shares_that_differ(inputs: Path, tmp_path: Path, packing: str) -> None:
+    """Of five held-out lines one replica has three; by tokens they have different numbers of micro-batches too."""
+    sft_run.make_inputs(inputs)
+    shared = (f"train.packing={packing}", "train.micro_batch_tokens=80")
+    run_ranks(tune, 1, inputs, tmp_path / "one", *shared)
+    run_ranks(tune, 2, inputs, tmp_path / "ep2", *shared, *EP2)
+    one, two = (steady(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("one", "ep2"))
+    assert len(one) == 5
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5)
