@@ -26,7 +26,10 @@ class PPOAlgorithmConfig(Section):
     minibatch_size: PositiveInt = Field(description="rows of one optimizer step, over all ranks")
     micro_batch_size: PositiveInt = Field(1, description="rows of one forward and backward pass on one rank")
     micro_batch_tokens: PositiveInt | None = Field(
-        None, description="padded tokens of one forward and backward pass, instead of a number of rows"
+        None, description="tokens of one forward and backward pass, padding included, instead of a number of rows"
+    )
+    packing: bool = Field(
+        False, description="lay the rows of a micro-batch one after the other without padding; changes speed only"
     )
     shuffle: bool = Field(True, description="a new order of the rows in every epoch")
     kl_coef: NonNegativeFloat = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from mrlhf.model_config import ModelConfig
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.planning.from_config import head_of
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.micro_batches import Plan, make_plan
+from mrlhf.roles.micro_batches import Cut, Plan
 from mrlhf.roles.model import Gradients, RoleModel, TrainedModel
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.ema import WeightAverage
@@ -39,6 +39,17 @@ from mrlhf.types import RolloutBatch, round_up
 
 ORDINARY, STOP = 1, 0
 """Token ids: of prompts and responses; what ends a response."""
+
+
+@dataclass(frozen=True)
+class PartOfCut(Cut):
+    """As the trainer cuts, and then the micro-batches that are ``chosen``."""
+
+    chosen: Callable[[Plan], Plan] = alike
+
+    def __call__(self, batch: RolloutBatch) -> Plan:
+        """The micro-batches to go through."""
+        return self.chosen(super().__call__(batch))
 
 
 def walk_rank(
@@ -238,16 +249,15 @@ class _Walk:
             nonlocal result
             there = 0
 
-            def cut(rows: RolloutBatch) -> Plan:
-                """As the trainer cuts, the first of them."""
+            def first(plan: Plan) -> Plan:
+                """The micro-batches that are gone through."""
                 nonlocal there
-                plan = make_plan(rows, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
                 there = len(plan)
                 chosen = alike(plan)[:limit]
                 self._expect(model, len(chosen[0]) if chosen else 1, width)
                 return chosen
 
-            result = ask(cut)
+            result = ask(PartOfCut(settings.micro_batch_size, settings.micro_batch_tokens, chosen=first))
             return there
 
         group = model.micro_batch_multiple
@@ -255,7 +265,8 @@ class _Walk:
         return result
 
     def _train(self, batch: RolloutBatch) -> None:
-        settings = update_settings(self.config)
+        # All rows are of full length here, so that packing would change nothing.
+        settings = replace(update_settings(self.config), packing=False)
         steps = settings.epochs * -(-batch.size // settings.minibatch_size)
         trained: list[TrainedModel] = [self.actor, *([self.critic] if self.critic is not None else [])]
         rows = list(range(min(settings.minibatch_size, batch.size)))

@@ -76,8 +76,14 @@ class Actor(TrainedModel, PolicyModel):
     """The trained policy."""
 
     def policy_gradients(
-        self, minibatch: RolloutBatch, plan: Plan, settings: PolicyLossSettings, denominator: float
+        self,
+        minibatch: RolloutBatch,
+        plan: Plan,
+        settings: PolicyLossSettings,
+        denominator: float,
+        *,
+        packed: bool = False,
     ) -> Gradients:
         """Gradients of the policy's loss; see `TrainedModel.gradients`."""
         request = logprob_request(settings.temperature, with_entropy=settings.with_entropy)
-        return self.gradients(minibatch, plan, actor_loss(settings), denominator, request)
+        return self.gradients(minibatch, plan, actor_loss(settings), denominator, request, packed=packed)

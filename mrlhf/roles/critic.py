@@ -46,6 +46,8 @@ class Critic(TrainedModel):
         value_clip: float | None,
         denominator: float,
         fixed_length: int | None = None,
+        *,
+        packed: bool = False,
     ) -> Gradients:
         """Gradients of the value loss; see `TrainedModel.gradients`."""
-        return self.gradients(minibatch, plan, critic_loss(value_clip, fixed_length), denominator)
+        return self.gradients(minibatch, plan, critic_loss(value_clip, fixed_length), denominator, packed=packed)

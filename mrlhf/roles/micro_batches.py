@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mrlhf.types import RolloutBatch, round_up
 
@@ -65,8 +66,23 @@ def by_tokens(lengths: Sequence[int], budget: int, *, multiple: int = 1, packed:
     return plan
 
 
-Cut = Callable[[RolloutBatch], Plan]
-"""Cuts rows into micro-batches: `make_plan` with its settings filled in."""
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut into the micro-batches of passes without gradient: `make_plan` with its settings filled in.
+
+    Attributes:
+        rows: of one micro-batch.
+        tokens: of one micro-batch, instead of rows.
+        packed: rows are laid one after the other without padding.
+    """
+
+    rows: int
+    tokens: int | None = None
+    packed: bool = False
+
+    def __call__(self, batch: RolloutBatch) -> Plan:
+        """The micro-batches of a batch."""
+        return make_plan(batch, rows=self.rows, tokens=self.tokens, packed=self.packed)
 
 
 def make_plan(batch: RolloutBatch, *, rows: int, tokens: int | None, multiple: int = 1, packed: bool = False) -> Plan:

@@ -109,7 +109,7 @@ class RoleModel:
 
         def compute(rows: RolloutBatch) -> torch.Tensor:
             """On the model's own replica."""
-            return self.per_token(rows, cut(rows), request)
+            return self.per_token(rows, cut(rows), request, packed=cut.packed)
 
         if self.home is None:
             return compute(batch)

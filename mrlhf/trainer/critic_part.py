@@ -15,7 +15,6 @@ from mrlhf.errors import RewardError
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.progress import Display
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.reward import ScoreSource
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.checkpointing import Checkpointer
@@ -24,7 +23,7 @@ from mrlhf.trainer.outputs import export_dtype, export_model
 from mrlhf.trainer.report import PhaseTimer, worst_of_ranks
 from mrlhf.trainer.rollouts import Scorer
 from mrlhf.trainer.run_state import saved_models
-from mrlhf.trainer.settings import update_settings
+from mrlhf.trainer.settings import inference_cut, update_settings
 from mrlhf.trainer.split import Agreement, Answerer, share_metrics
 from mrlhf.trainer.stopping import open_heartbeat
 from mrlhf.trainer.updates import Updater
@@ -73,13 +72,12 @@ class CriticTrainer:
         )
         self.timer: PhaseTimer | None = None
         """Of the iteration at hand, or of the last one."""
-        inference = config.inference
         self.answerer = Answerer(
             job.split.bridge,
             groups.dp,
             self.critic,
             self.scorer,
-            partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens),
+            inference_cut(config.inference),
             self._prompt,
             semantics=config.semantics,
             device=job.device,

@@ -28,6 +28,7 @@ from mrlhf.trainer.inputs import (
     stop_strings,
 )
 from mrlhf.trainer.rollouts import ScoreGiver, Scorer
+from mrlhf.trainer.settings import inference_cut
 
 
 def run(config: EvalConfig) -> None:
@@ -97,8 +98,7 @@ def build_evaluator(
         samples_per_prompt=evaluation.samples_per_prompt,
         max_response_length=response_limit(config),
         slots=config.rollout.batch_size,
-        micro_batch_size=config.inference.micro_batch_size,
-        micro_batch_tokens=config.inference.micro_batch_tokens,
+        cut=inference_cut(config.inference),
         pad_to_multiple=job.pad_to_multiple,
         seed=config.seed,
         semantics=config.semantics,

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from mrlhf.lines import LineFile
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.layout import even_share
 from mrlhf.rl import Semantics, kl_estimate, masked_mean, masked_sum
-from mrlhf.roles.micro_batches import make_plan
+from mrlhf.roles.micro_batches import Cut
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.rollout.engine import GenerationRequest
 from mrlhf.rollout.sampling import SamplingParams
@@ -40,8 +39,7 @@ class EvaluationSettings:
     samples_per_prompt: int
     max_response_length: int
     slots: int
-    micro_batch_size: int
-    micro_batch_tokens: int | None
+    cut: Cut
     pad_to_multiple: int
     seed: int
     semantics: Semantics = "standard"
@@ -139,13 +137,12 @@ class Evaluator:
             pad_to_multiple=settings.pad_to_multiple,
         ).to(self.device)
         batch = add_masks(batch, "standard")
-        cut = partial(make_plan, rows=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
-        batch = batch.replace(scores=self.scorer.scores(batch, cut, samples))
+        batch = batch.replace(scores=self.scorer.scores(batch, settings.cut, samples))
         if with_logprobs:
             temperature = settings.sampling.temperature
             batch = batch.replace(
-                old_logprobs=self.actor.logprobs(batch, cut, temperature=temperature),
-                ref_logprobs=self.reference.logprobs(batch, cut, temperature=temperature),
+                old_logprobs=self.actor.logprobs(batch, settings.cut, temperature=temperature),
+                ref_logprobs=self.reference.logprobs(batch, settings.cut, temperature=temperature),
             )
         return gather_batch(batch, self.actor.groups.dp)
 

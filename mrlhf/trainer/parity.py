@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,6 @@ from mrlhf.parallel.layout import data_parallel_slice
 from mrlhf.rl import masked_mean
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.model import RoleModel, TrainedModel, Update
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
@@ -36,7 +34,7 @@ from mrlhf.trainer.experience import add_advantages, add_inference, add_masks
 from mrlhf.trainer.recording import Recording, read_recording, strip_left_padding
 from mrlhf.trainer.recording_schema import check_recorded
 from mrlhf.trainer.rollouts import Scorer
-from mrlhf.trainer.settings import shaping_settings, update_settings
+from mrlhf.trainer.settings import inference_cut, shaping_settings, update_settings
 from mrlhf.trainer.split import Agreement, Answerer, CriticRanks, Question
 from mrlhf.trainer.updates import Step, Updater
 from mrlhf.types import RolloutBatch
@@ -195,8 +193,7 @@ class _Replay:
         batch = recording.batch(index, pad_to_multiple=job.pad_to_multiple).to(job.device)
         batch = batch.select(data_parallel_slice(batch.size, job.dp_rank, job.dp_size))
         batch = add_masks(batch, recording.semantics, recording.settings["max_response_length"])
-        inference = job.config.inference
-        cut = partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
+        cut = inference_cut(job.config.inference)
         if self.critic_ranks is not None:
             self.critic_ranks.ask(batch, Question(True, 1, recording.settings["max_response_length"]))
         batch = add_inference(
@@ -260,13 +257,12 @@ class _CriticReplay:
         jobs.wait_for_actor_ranks(job)
         self.critic = jobs.build_critic(job)
         self.scorer = Scorer(jobs.build_reward_models(job), [], None, job.groups.replica, job.groups.intra_dist_opt)
-        inference = job.config.inference
         self.answerer = Answerer(
             job.split.bridge,
             job.groups.dp,
             self.critic,
             self.scorer,
-            partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens),
+            inference_cut(job.config.inference),
             semantics=recording.semantics,
             device=job.device,
         )

@@ -22,7 +22,6 @@ from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.progress import Display
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.micro_batches import make_plan
 from mrlhf.roles.model import RoleModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import ScoreSource
@@ -52,7 +51,7 @@ from mrlhf.trainer.report import PhaseTimer, iteration_metrics, sample_rows, wor
 from mrlhf.trainer.rollouts import Sampler, Scorer
 from mrlhf.trainer.run_state import PPORunState
 from mrlhf.trainer.running import RunningMoments
-from mrlhf.trainer.settings import sampling_params, shaping_settings, update_settings
+from mrlhf.trainer.settings import inference_cut, sampling_params, shaping_settings, update_settings
 from mrlhf.trainer.split import Agreement, CriticRanks, Question, share_metrics
 from mrlhf.trainer.stopping import open_heartbeat, run_to_end
 from mrlhf.trainer.updates import Updater
@@ -331,6 +330,7 @@ class PPOTrainer:
             unsup_coef=config.ptx.unsup_coef,
             micro_batch_size=config.ppo.micro_batch_size,
             micro_batch_tokens=config.ppo.micro_batch_tokens,
+            packing=config.ppo.packing,
             pad_id=self.tokenizer.pad_id,
             pad_to_multiple=self.job.pad_to_multiple,
             device=self.job.device,
@@ -345,8 +345,8 @@ class PPOTrainer:
         return CriticRanks(job.split.bridge, job.groups.dp, evaluated_samples=count)
 
     def _infer(self, batch: RolloutBatch, samples: list[Sample], width: int | None = None) -> RolloutBatch:
-        inference, config = self.config.inference, self.config
-        cut = partial(make_plan, rows=inference.micro_batch_size, tokens=inference.micro_batch_tokens)
+        config = self.config
+        cut = inference_cut(config.inference)
         say = partial(add_inference, cut=cut, actor=self.actor, reference=self.reference)
         say = partial(say, critic=self.critic, temperature=config.rollout.temperature)
         if self.critic_ranks is None or self.timer is None:

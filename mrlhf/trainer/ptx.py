@@ -36,6 +36,7 @@ class PTX:
         unsup_coef: float,
         micro_batch_size: int,
         micro_batch_tokens: int | None,
+        packing: bool = False,
         pad_id: int,
         pad_to_multiple: int,
         device: torch.device,
@@ -47,7 +48,8 @@ class PTX:
             stream: global batches, the same on every rank.
             unsup_coef: weight of the loss.
             micro_batch_size: rows of one pass on one rank.
-            micro_batch_tokens: padded tokens of one pass, instead of rows.
+            micro_batch_tokens: tokens of one pass, padding included, instead of rows.
+            packing: rows of a pass are laid one after the other without padding.
             pad_id: fills rows.
             pad_to_multiple: row widths are multiples of it.
             device: where batches live.
@@ -57,6 +59,7 @@ class PTX:
         self.unsup_coef = unsup_coef
         self.micro_batch_size = micro_batch_size
         self.micro_batch_tokens = micro_batch_tokens
+        self.packing = packing
         self.pad_id = pad_id
         self.pad_to_multiple = pad_to_multiple
         self.device = device
@@ -76,5 +79,7 @@ class PTX:
             rows=self.micro_batch_size,
             tokens=self.micro_batch_tokens,
             multiple=self.actor.micro_batch_multiple,
+            packed=self.packing,
         )
-        return self.actor.update(mine, plan, ptx_loss(self.unsup_coef), denominator, learned_request)
+        loss = ptx_loss(self.unsup_coef)
+        return self.actor.update(mine, plan, loss, denominator, learned_request, packed=self.packing)

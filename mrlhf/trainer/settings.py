@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from mrlhf.config_schema import PPOConfig
+from mrlhf.config_sections import InferenceConfig
 from mrlhf.roles.actor import PolicyLossSettings
+from mrlhf.roles.micro_batches import Cut
 from mrlhf.rollout.sampling import SamplingParams
 from mrlhf.trainer.experience import ShapingSettings
 from mrlhf.trainer.updates import UpdateSettings
+
+
+def inference_cut(settings: InferenceConfig) -> Cut:
+    """Of the passes without gradient."""
+    return Cut(settings.micro_batch_size, settings.micro_batch_tokens, settings.packing)
 
 
 def shaping_settings(config: PPOConfig) -> ShapingSettings:
@@ -49,6 +56,7 @@ def update_settings(config: PPOConfig) -> UpdateSettings:
         minibatch_size=ppo.minibatch_size,
         micro_batch_size=ppo.micro_batch_size,
         micro_batch_tokens=ppo.micro_batch_tokens,
+        packing=ppo.packing,
         shuffle=ppo.shuffle,
         value_clip=ppo.value_clip,
         ds_group_size=ppo.ds_group_size or ppo.minibatch_size,

@@ -34,6 +34,7 @@ class UpdateSettings:
     minibatch_size: int = 1
     micro_batch_size: int = 1
     micro_batch_tokens: int | None = None
+    packing: bool = False
     shuffle: bool = True
     value_clip: float | None = 0.2
     ds_group_size: int = 1
@@ -93,6 +94,7 @@ def share_minibatch(
         rows=settings.micro_batch_size,
         tokens=settings.micro_batch_tokens,
         multiple=model.micro_batch_multiple,
+        packed=settings.packing,
     )
     return mine, plan, denominator
 
@@ -256,13 +258,18 @@ class Updater:
         shared = share_minibatch(self.actor, batch, rows, settings) if self.actor is not None else None
         if train_actor and self.actor is not None and shared is not None:
             mine, plan, denominator = shared
-            policy = self.actor.policy_gradients(mine, plan, settings.policy, denominator)
+            policy = self.actor.policy_gradients(mine, plan, settings.policy, denominator, packed=settings.packing)
         if self.critic is not None:
             if shared is None or self.critic.home is not None:
                 shared = share_minibatch(self.critic, batch, rows, settings)
             mine, plan, denominator = shared
             value = self.critic.value_gradients(
-                mine, plan, settings.value_clip, denominator, settings.policy.fixed_length
+                mine,
+                plan,
+                settings.value_clip,
+                denominator,
+                settings.policy.fixed_length,
+                packed=settings.packing,
             )
         return policy, value
 

@@ -104,6 +104,7 @@ LAYOUTS = {
     "dp2": (2, []),
     "critic-of-its-own": (2, [TP2, "critic.parallel={}", "optimizer.distributed=true"]),
     "micro-batch-tokens": (1, ["ppo.micro_batch_tokens=60", "inference.micro_batch_tokens=70"]),
+    "packed": (1, ["ppo.packing=true", "inference.packing=true", "inference.micro_batch_tokens=70"]),
     "small-batches": (1, ["ppo.micro_batch_size=4", "inference.micro_batch_size=3", "rollout.batch_size=3"]),
 }
 SLOW_LAYOUTS = {
@@ -111,6 +112,10 @@ SLOW_LAYOUTS = {
     "dp2-tp2-sp": (4, [TP2, "parallel.sequence_parallel=true", "optimizer.distributed=true"]),
     "dp2-pp2-distributed": (4, [PP2, "ppo.micro_batch_size=1", "optimizer.distributed=true"]),
     "dp4": (4, ["ppo.micro_batch_size=1"]),
+    "packed-tp2-sp-pp2": (
+        4,
+        [TP2, PP2, "parallel.sequence_parallel=true", "ppo.packing=true", "ppo.micro_batch_tokens=60"],
+    ),
     "cp2": (2, ["parallel.context_parallel_size=2"]),
 }
 

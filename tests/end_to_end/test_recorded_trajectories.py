@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp1": (1, ["ppo.micro_batch_size=2"]),
     "tp1-micro1": (1, ["ppo.micro_batch_size=1", "inference.micro_batch_size=1"]),
     "tp1-micro4": (1, ["ppo.micro_batch_size=4", "inference.micro_batch_size=3"]),
+    "tp1-packed": (1, ["ppo.packing=true", "ppo.micro_batch_tokens=40", "inference.packing=true"]),
     "tp1-tokens": (1, ["ppo.micro_batch_tokens=45", "inference.micro_batch_tokens=50"]),
     "tp2": (2, [TP2]),
     "pp2": (2, [PP2]),
@@ -76,7 +77,7 @@ def _replay(folder: Path, overrides: list[str]) -> dict[str, tuple[float, float,
 
 
 # One layout of each kind for both recordings; the rest for one of them, or with the slow tests.
-QUICK = ("tp1", "tp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-critic-tp2-reward-pp2")
+QUICK = ("tp1", "tp1-packed", "tp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-critic-tp2-reward-pp2")
 LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed", "pp4", "dp2-pp2")
 LONGER += ("split-1-1", "split-dp2-dp2", "split-pp2-tp2-reward-dp2", "split-dp2-1")
 LONGER += ("cp2-tp2-sp", "cp2-pp2-distributed", "cp2-dp2-distributed", "tp2-pp2-critic-pp4-reward-dp4")

@@ -18,6 +18,7 @@ LAYERS = {
     "config_algorithm": 0,
     "config_sections": 0,
     "config_inference": 0,
+    "config_packing": 0,
     "config_supervised": 0,
     "config_preferences": 0,
     "planner": 0,
@@ -91,6 +92,7 @@ def violations(source: str, relative: str) -> list[str]:
                 "config_schema",
                 "config_sections",
                 "config_inference",
+                "config_packing",
                 "config_supervised",
                 "config_preferences",
             )
