@@ -85,12 +85,10 @@ def check_messages(job: Any, role: Any, stage: int, walk: Any, *, backward: bool
     phase = walk.phases[f"{'train' if backward else 'inference'}/{role.name}"]
     sent = dict.fromkeys(("tp", "cp", "pp"), 0.0)
     for message, count in phase.messages.items():
-        # fp32 numbers of every token are put together over CP for the loss, and shapes go ahead of tensors.
-        if (
-            message.group in sent
-            and message.dtype != "int64"
-            and not (message.group == "cp" and len(message.shape) < 4)
-        ):
+        # Beside them: shapes ahead of tensors, and a few numbers of every token, told to the stages and put together
+        # over CP.
+        aside = message.dtype == "int64" or message.kind == "broadcast"
+        if message.group in sent and not aside and not (message.group == "cp" and len(message.shape) < 4):
             sent[message.group] += count * message.sent / phase.micro_batches
     plain = replace(role, fp8=False)
     planned = pass_traffic(job, plain, stage, job.train if backward else job.inference, backward=backward)
