@@ -21,6 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from mrlhf.config_cache import cache_problems
+from mrlhf.config_packing import packing_problems
 from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import RunConfig, Section
 from mrlhf.errors import ConfigError, join_problems
@@ -147,7 +149,7 @@ def layout_problems(
         training: False leaves the sizes of batches out.
     """
     places: dict[tuple[range, ParallelSizes], list[str]] = {}
-    problems = vocabulary_problems(models)
+    problems = vocabulary_problems(models) + packing_problems(config, models, training=training)
     if not config.ranks_of("actor", world_size):
         return [*problems, _no_actor_ranks(config, world_size)]
     for role in ("actor", *models):
@@ -181,6 +183,8 @@ def layout_problems(
             place = f"ranks {ranks.start} to {ranks.stop - 1} of {world_size}, critic_ranks {count}"
             whose = f"{', '.join(members)} ({place}; world sizes are of these ranks): "
         problems += [f"{whose}{problem}" for problem in found if problem not in problems]
+    if not problems:
+        problems = cache_problems(config, world_size, models, max_response_length)
     return problems
 
 

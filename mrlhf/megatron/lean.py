@@ -45,6 +45,39 @@ _OFF = (
 """Settings of Megatron's that change what a layer computes, or how, and are off in what is computed here."""
 
 
+FEW_ROWS, SOME_ROWS, TILE = 8, 64, 1024
+"""Rows up to which a product on a CPU takes one form or the other of `linear`, and columns of a tile."""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear``, in the form that suits the few rows of a decoding step on a CPU.
+
+    BLAS copies the weight into its own order before it multiplies, which for a few rows takes longer than to multiply.
+    With up to 8 rows as the columns of the result it reads the weight as it is (twice as fast). With some more, a large
+    weight is taken in tiles, whose copy stays in the cache (a fifth to a third faster, the same bits).
+
+    Args:
+        x: ``[T, k]``.
+        weight: ``[n, k]``.
+        bias: ``[n]`` or None.
+
+    Returns:
+        ``[T, n]``.
+    """
+    rows, columns = x.size(0), weight.size(0)
+    if rows > SOME_ROWS or x.dtype is not torch.float32 or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    if rows <= FEW_ROWS:
+        out = torch.mm(weight, x.t()).t().contiguous()
+    elif columns >= 2 * TILE:
+        out = x.new_empty(rows, columns)
+        for start in range(0, columns, TILE):
+            torch.mm(x, weight[start : start + TILE].t(), out=out[:, start : start + TILE])
+    else:
+        return F.linear(x, weight, bias)
+    return out if bias is None else out.add_(bias)
+
+
 class _Linear:
     """A sharded linear layer; ``reduced`` sums its output over the tensor ranks."""
 
@@ -57,8 +90,8 @@ class _Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, k] -> [T, n]``."""
         if self.group is None:
-            return F.linear(x, self.weight, self.bias)
-        out = F.linear(x, self.weight)
+            return linear(x, self.weight, self.bias)
+        out = linear(x, self.weight)
         dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
 
@@ -167,7 +200,7 @@ class LeanStage:
             return x
         tied = self.chunk.share_embeddings_and_output_weights
         weight = self.chunk.shared_embedding_or_output_weight() if tied else self.chunk.output_layer.weight
-        return F.linear(x, weight)
+        return linear(x, weight)
 
     def _rotary(self, context: CacheContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of the positions of a pass, ``[T, 1, 1, head_dim]``."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.parallel.vocab import shard_columns
-from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
+from mrlhf.parallel.vocab import shard_columns, vocab_parallel_logprobs
+from mrlhf.rollout.sampling import SamplingParams, sample_tokens, sample_with_logprobs
 from mrlhf.rollout.scheduler import Row
+from mrlhf.rollout.uniforms import uniform_for
 
 
 class Drawing:
@@ -48,16 +50,21 @@ class Drawing:
     def __call__(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """The next token of each row ``[n]`` int64 from logits ``[n, padded vocabulary / TP]``."""
         sampling = self.sampling
-        plain = logits
-        if sampling.repetition_penalty != 1:
-            logits = self._penalized(logits, rows)
+        options: dict[str, Any] = {"group": self.group, "vocab_size": self.vocab_size}
         if sampling.is_greedy:
             uniforms = torch.zeros(len(rows), dtype=torch.float64, device=logits.device)
         else:
             uniforms = self._next_uniforms(rows, logits.device)
-        tokens = sample_tokens(logits, uniforms, sampling, group=self.group, vocab_size=self.vocab_size)
-        if self.with_logprobs:
-            self._keep(plain, tokens, rows)
+        penalized = self._penalized(logits, rows) if sampling.repetition_penalty != 1 else logits
+        if not self.with_logprobs:
+            return sample_tokens(penalized, uniforms, sampling, **options)
+        if penalized is logits:
+            tokens, found = sample_with_logprobs(logits, uniforms, sampling, **options)
+        else:
+            tokens = sample_tokens(penalized, uniforms, sampling, **options)
+            temperature = sampling.temperature or 1.0
+            found, _ = vocab_parallel_logprobs(logits, tokens, temperature=temperature, **options)
+        self._kept.append(([row.index for row in rows], found))
         return tokens
 
     def logprobs(self, rows: Sequence[Row], out: Tensor) -> Tensor:
@@ -90,14 +97,6 @@ class Drawing:
         start, valid = shard_columns(logits.shape[1], self.group, self.vocab_size)
         seen = [{t - start for t in (*row.prompt, *row.response) if start <= t < start + valid} for row in rows]
         return penalize_repetition(logits, seen, self.sampling.repetition_penalty)
-
-    def _keep(self, logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
-        from mrlhf.parallel.vocab import vocab_parallel_logprobs
-
-        found, _ = vocab_parallel_logprobs(
-            logits, tokens, self.group, temperature=self.sampling.temperature or 1.0, vocab_size=self.vocab_size
-        )
-        self._kept.append(([row.index for row in rows], found))
 
 
 def penalize_repetition(logits: Tensor, seen: Sequence[set[int]], penalty: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Sampling from vocabulary-sharded logits without gathering them.
 
-Every tensor rank returns the same token, and the token does not depend on how the vocabulary is sharded: a weight is
-``floor(exp((x - max) / T) * 2**34)``, an integer, so the sums that decide are exact in float64 and free of order.
-Only within a fixed block of 128 columns is a sum rounded, and there its order is fixed by element-wise additions.
+Every tensor rank returns the same token, and the token does not depend on how the vocabulary is sharded: the weights
+``exp((x - max) / T)`` of a fixed block of 128 columns are summed in an order that is fixed by element-wise additions,
+and ``floor(sum * 2**34)`` is an integer, so the sums over blocks that decide are exact in float64 and free of order.
 (Invariance therefore needs shards of whole blocks, which padding the vocabulary to a multiple of ``128 * TP`` gives.)
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mrlhf.errors import MrlhfError
 from mrlhf.parallel.vocab import gather_shards, group_size, shard_columns
+from mrlhf.rollout.sort_keys import best_keys, decode_keys, from_order, order
 
 _BLOCK = 128
 # 2**18 tokens of weight up to 2**34 stay below float64's 2**53 exact integers, with room to spare.
@@ -25,8 +26,6 @@ _MAX_CANDIDATES = 1024
 _NUCLEUS_CANDIDATES = 256
 # Weights are fp32 exponentials: a mass this close to top_p has reached it (p [.5, .3, .2] at .8 keeps two tokens).
 _MASS_TOLERANCE = 2.0**-20
-_LOWEST_KEY = torch.iinfo(torch.int64).min
-_INT32_MAX = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -94,58 +93,110 @@ def sample_tokens(
         ValueError: wrong shapes.
         MrlhfError: a row whose logits hold NaN, +inf or only -inf.
     """
+    return _draw(logits, uniforms, params, group, vocab_size)[0]
+
+
+def sample_with_logprobs(
+    logits: Tensor,
+    uniforms: Tensor,
+    params: SamplingParams,
+    *,
+    group: dist.ProcessGroup | None,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """As `sample_tokens`, with the log-probs ``[N]`` fp32 of the tokens at the temperature (greedy: at 1).
+
+    They are those of the whole distribution, without the filters, and come from the sums that the sampling needs
+    anyway.
+    """
+    tokens, shard, total = _draw(logits, uniforms, params, group, vocab_size)
+    if shard is None:
+        return tokens, torch.zeros(tokens.shape, device=logits.device)
+    total = shard.total() if total is None else total
+    columns = (tokens - shard.start).clamp(0, max(shard.x.shape[1] - 1, 0))
+    own = (tokens >= shard.start) & (tokens < shard.start + shard.x.shape[1])
+    values = torch.zeros_like(shard.top)
+    if shard.x.shape[1]:
+        values = torch.where(own, shard.x.gather(1, columns.unsqueeze(1)).squeeze(1) - shard.top, 0.0)
+    if group_size(group) > 1:
+        dist.all_reduce(values, group=group)
+    return tokens, (values.double() / shard.temperature - (total / _SCALE).log()).float()
+
+
+def _draw(
+    logits: Tensor, uniforms: Tensor, params: SamplingParams, group: dist.ProcessGroup | None, vocab_size: int
+) -> tuple[Tensor, _Shard | None, Tensor | None]:
+    """Tokens, the shard (None without rows) and its total weight, where that was needed."""
     if logits.dim() != 2 or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"need logits [N, V/TP] and uniforms [N], got {list(logits.shape)}, {list(uniforms.shape)}")
     start, valid = shard_columns(logits.shape[1], group, vocab_size)
     if logits.shape[0] == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
+        return torch.empty(0, dtype=torch.int64, device=logits.device), None, None
     x = logits.detach()[:, :valid].float()
     uniforms = uniforms.detach().double()
     if params.is_greedy:
-        return _greedy(x, start, group)
+        tokens, top = _greedy(x, start, group)
+        return tokens, _Shard(x, start, params.temperature or 1.0, group, top), None
     shard = _Shard(x, start, params.temperature, group)
     if 0 < params.top_k <= _MAX_CANDIDATES and params.top_k < vocab_size:
         tokens, _done = _from_candidates(shard, uniforms, params.top_k, params.top_p, total=None)
-        return tokens
+        return tokens, shard, None
     filtered = 0 < params.top_k < vocab_size
     if params.top_p < 1 and not filtered:
-        count = min(_NUCLEUS_CANDIDATES, vocab_size)
-        tokens, done = _from_candidates(shard, uniforms, count, params.top_p, total=shard.total(shard.weights))
+        count, total = min(_NUCLEUS_CANDIDATES, vocab_size), shard.total()
+        tokens, done = _from_candidates(shard, uniforms, count, params.top_p, total=total)
         left = (~done).nonzero().squeeze(1)
         if left.numel():
             tokens[left] = _from_threshold(shard.rows(left), uniforms[left], params, filtered)
-        return tokens
+        return tokens, shard, total
     if filtered:
-        return _from_threshold(shard, uniforms, params, filtered)
-    return _inverse_cdf(shard, shard.weights, uniforms)
+        return _from_threshold(shard, uniforms, params, filtered), shard, None
+    tokens, total = _inverse_cdf(shard, shard.weights, uniforms)
+    return tokens, shard, total
 
 
 class _Shard:
-    """This rank's real columns and their integer weights; whatever is called `total` is over all shards."""
+    """This rank's real columns and their weights; whatever is called `total` is over all shards."""
 
-    def __init__(self, x: Tensor, start: int, temperature: float, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, x: Tensor, start: int, temperature: float, group: dist.ProcessGroup | None, top: Tensor | None = None
+    ) -> None:
         self.x, self.start, self.temperature, self.group = x, start, temperature, group
-        self.top = gather_shards(_row_max(x), group).amax(0)
-        _check_rows(self.top)
-        self.weights = self.weigh(x)
+        if top is None:
+            top = gather_shards(_row_max(x), group).amax(0)
+            _check_rows(top)
+        self.top = top
+        self._weights: Tensor | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """``[N, columns]`` fp32, at most 1; a row's largest over all shards is 1."""
+        if self._weights is None:
+            self._weights = self.weigh(self.x)
+        return self._weights
 
     def rows(self, index: Tensor) -> _Shard:
         """The same shard with some of the rows."""
-        part = object.__new__(_Shard)
-        part.start, part.temperature, part.group = self.start, self.temperature, self.group
-        part.x, part.top, part.weights = self.x[index], self.top[index], self.weights[index]
+        part = _Shard(self.x[index], self.start, self.temperature, self.group, self.top[index])
+        part._weights = self.weights[index]
         return part
 
     def weigh(self, x: Tensor) -> Tensor:
-        """Integer-valued fp32 weights of logits ``x [N, ...]`` relative to the row's maximum."""
+        """Weights of logits ``x [N, ...]`` relative to the row's maximum."""
         weights = x - self.top.unsqueeze(1)
         if self.temperature != 1:
             weights.div_(self.temperature)
-        return weights.exp_().mul_(_SCALE).floor_()
+        return weights.exp_()
 
-    def total(self, measure: Tensor) -> Tensor:
-        """Sum of an integer-valued ``[N, columns]`` over all shards, ``[N]`` float64."""
-        return gather_shards(_block_sums(measure).sum(1), self.group).sum(0)
+    def total(self, weights: Tensor | None = None) -> Tensor:
+        """Sum of ``[N, columns]`` weights over all shards in units of ``2**-34``, ``[N]`` float64."""
+        weights = self.weights if weights is None else weights
+        return gather_shards(_block_sums(weights).sum(1), self.group).sum(0)
+
+
+def _whole(weights: Tensor) -> Tensor:
+    """Weights in units of ``2**-34`` as integer-valued fp32."""
+    return (weights * _SCALE).floor_()
 
 
 def _row_max(x: Tensor) -> Tensor:
@@ -153,6 +204,8 @@ def _row_max(x: Tensor) -> Tensor:
 
 
 def _check_rows(top: Tensor) -> None:
+    if top.sum().isfinite():
+        return
     bad = (~top.isfinite()).nonzero()
     if bad.numel():
         rows = bad.squeeze(1).tolist()
@@ -164,7 +217,10 @@ def _check_rows(top: Tensor) -> None:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums of 128 columns each, ``[N, blocks]`` float64; the order of addition does not depend on the width."""
+    """Sums of 128 columns each in units of ``2**-34``, ``[N, blocks]`` integer-valued float64.
+
+    The order of addition does not depend on the width.
+    """
     short = -weights.shape[1] % _BLOCK
     if short:
         weights = torch.nn.functional.pad(weights, (0, short))
@@ -172,10 +228,11 @@ def _block_sums(weights: Tensor) -> Tensor:
     while sums.shape[2] > 1:
         half = sums.shape[2] // 2
         sums = sums[..., :half] + sums[..., half:]
-    return sums.squeeze(2).double()
+    return sums.squeeze(2).double().mul_(_SCALE).floor_()
 
 
-def _greedy(x: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
+def _greedy(x: Tensor, start: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """The best token of each row and its logit."""
     if x.shape[1]:
         value, index = x.max(1).values, x.argmax(1)  # argmax, unlike max, promises the first of equals
     else:
@@ -183,11 +240,15 @@ def _greedy(x: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
     values, ids = gather_shards(torch.stack([value.double(), (index + start).double()]), group).unbind(1)
     top = values.amax(0)
     _check_rows(top)
-    return torch.where(values == top, ids, float("inf")).amin(0).long()
+    return torch.where(values == top, ids, float("inf")).amin(0).long(), top.float()
 
 
-def _inverse_cdf(shard: _Shard, weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample from integer ``weights [N, columns]`` in the order of the token ids; two collectives of N numbers."""
+def _inverse_cdf(shard: _Shard, weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample from ``weights [N, columns]`` in the order of the token ids; two collectives of N numbers.
+
+    Returns:
+        Tokens, and the total of the weights in units of ``2**-34``.
+    """
     blocks = _block_sums(weights).cumsum(1)
     local = blocks[:, -1] if blocks.shape[1] else blocks.new_zeros(blocks.shape[0])
     ends = gather_shards(local, shard.group).cumsum(0)
@@ -202,7 +263,7 @@ def _inverse_cdf(shard: _Shard, weights: Tensor, uniforms: Tensor) -> Tensor:
         tokens = torch.where(own, picked + shard.start, tokens)
     if group_size(shard.group) > 1:
         dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=shard.group)
-    return tokens
+    return tokens, total
 
 
 def _pick_in_blocks(weights: Tensor, blocks: Tensor, target: Tensor) -> Tensor:
@@ -212,7 +273,7 @@ def _pick_in_blocks(weights: Tensor, blocks: Tensor, target: Tensor) -> Tensor:
     begin = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)
     columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     inside = columns < weights.shape[1]
-    part = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).double()
+    part = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).double() * _SCALE
     cumulative = torch.where(inside, part, 0.0).cumsum(1)
     # The block's own sum was rounded to fp32; the place inside is scaled to the exact one.
     exact = cumulative[:, -1:]
@@ -237,10 +298,10 @@ def _from_candidates(
     Returns:
         Tokens ``[N]``, and whether the candidates held enough weight ``[N]`` bool.
     """
-    keys = gather_shards(_best_keys(shard.x, shard.start, count).t().contiguous(), shard.group)
+    keys = gather_shards(best_keys(shard.x, shard.start, count).t().contiguous(), shard.group)
     keys = keys.flatten(0, 1).t().contiguous().sort(1, descending=True).values[:, :count]
-    values, ids = _decode_keys(keys)
-    weights = shard.weigh(values).double()
+    values, ids = decode_keys(keys)
+    weights = _whole(shard.weigh(values)).double()
     cumulative = weights.cumsum(1)
     total = cumulative[:, -1] if total is None else total
     if top_p < 1:
@@ -256,44 +317,6 @@ def _from_candidates(
     return ids.gather(1, index).squeeze(1), done.squeeze(1)
 
 
-def _order(x: Tensor) -> Tensor:
-    """Map fp32 to int64 in [-2**31, 2**31), keeping the order and making -0.0 equal 0.0."""
-    bits = (x + 0.0).view(torch.int32)
-    return (bits ^ ((bits >> 31) & _INT32_MAX)).long()
-
-
-def _from_order(order: Tensor) -> Tensor:
-    """The inverse of `_order`."""
-    bits = order.to(torch.int32)
-    return (bits ^ ((bits >> 31) & _INT32_MAX)).view(torch.float32)
-
-
-def _keys(x: Tensor, ids: Tensor) -> Tensor:
-    """Sort keys: larger logit first, then lower id."""
-    return (_order(x) << 32) | (0xFFFFFFFF - ids)
-
-
-def _decode_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    values = _from_order(keys >> 32)
-    return torch.where(keys == _LOWEST_KEY, float("-inf"), values), 0xFFFFFFFF - (keys & 0xFFFFFFFF)
-
-
-def _best_keys(x: Tensor, start: int, count: int) -> Tensor:
-    """Keys of this shard's ``count`` best columns ``[N, count]`` in any order, padded with the lowest key."""
-    width = min(count, x.shape[1])
-    out = torch.full((x.shape[0], count), _LOWEST_KEY, dtype=torch.int64, device=x.device)
-    if width:
-        values, index = x.topk(width, sorted=False)
-        out[:, :width] = _keys(values, index + start)
-        # topk may take any of the columns that tie at its edge: those rows are done again on unique keys.
-        edge = values.amin(1, keepdim=True)
-        tied = ((x == edge).sum(1) > (values == edge).sum(1)).nonzero().squeeze(1)
-        if tied.numel():
-            ids = torch.arange(start, start + x.shape[1], device=x.device)
-            out[tied, :width] = _keys(x[tied], ids).topk(width, sorted=False).values
-    return out
-
-
 def _from_threshold(shard: _Shard, uniforms: Tensor, params: SamplingParams, top_k: bool) -> Tensor:
     """Sample from kept sets too large to send: each is found by bisection on the logit at its edge."""
     weights = shard.weights
@@ -301,9 +324,11 @@ def _from_threshold(shard: _Shard, uniforms: Tensor, params: SamplingParams, top
         target = torch.full_like(uniforms, float(params.top_k))
         weights = torch.where(_keep_prefix(shard, torch.ones_like(weights), target), weights, 0.0)
     if params.top_p < 1:
-        target = (shard.total(weights) * (params.top_p * (1 - _MASS_TOLERANCE))).ceil()
-        weights = torch.where(_keep_prefix(shard, weights, target), weights, 0.0)
-    return _inverse_cdf(shard, weights, uniforms)
+        whole = _whole(weights)
+        total = gather_shards(whole.sum(1, dtype=torch.float64), shard.group).sum(0)
+        target = (total * (params.top_p * (1 - _MASS_TOLERANCE))).ceil()
+        weights = torch.where(_keep_prefix(shard, whole, target), weights, 0.0)
+    return _inverse_cdf(shard, weights, uniforms)[0]
 
 
 def _keep_prefix(shard: _Shard, measure: Tensor, target: Tensor) -> Tensor:
@@ -326,13 +351,13 @@ def _keep_prefix(shard: _Shard, measure: Tensor, target: Tensor) -> Tensor:
         count = torch.searchsorted(negated, -edge, right=inclusive)
         return gather_shards(sums.gather(1, count).squeeze(1), shard.group).sum(0)
 
-    low = _order(torch.full_like(shard.top, float("-inf")))
-    high = _order(shard.top)
+    low = order(torch.full_like(shard.top, float("-inf")))
+    high = order(shard.top)
     for _ in range(32):  # fp32 has fewer than 2**32 values; low always reaches the target
         middle = low + (high - low + 1) // 2
-        reached = mass(_from_order(middle).unsqueeze(1), inclusive=True) >= target
+        reached = mass(from_order(middle).unsqueeze(1), inclusive=True) >= target
         low, high = torch.where(reached, middle, low), torch.where(reached, high, middle - 1)
-    edge = _from_order(low).unsqueeze(1)
+    edge = from_order(low).unsqueeze(1)
     above, tied = shard.x > edge, (shard.x == edge) & (measure > 0)
     missing = target - mass(edge, inclusive=False)
     local = torch.where(tied, measure, 0.0)
@@ -342,42 +367,3 @@ def _keep_prefix(shard: _Shard, measure: Tensor, target: Tensor) -> Tensor:
     before = counts[0 if shard.group is None else dist.get_rank(shard.group)] - tied.sum(1)
     rank = tied.cumsum(1) + before.unsqueeze(1)
     return above | (tied & (rank <= wanted.unsqueeze(1)))
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _signed(word: int) -> int:
-    word &= 2**64 - 1
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _mix(word: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words; int64 wraps around."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        word = (word ^ _logical_shift(word, shift)) * _signed(factor)
-    return word ^ _logical_shift(word, 31)
-
-
-def _logical_shift(word: Tensor, bits: int) -> Tensor:
-    return (word >> bits) & (2 ** (64 - bits) - 1)
-
-
-def uniform_for(seed: int, step: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Random numbers that depend on these four numbers alone, not on layout, batch or call order.
-
-    Counter-based: each number in turn is added to the state and the state is mixed by SplitMix64's bijection.
-
-    Args:
-        seed: the run's seed, any integer.
-        step: rollout step.
-        sample_ids: ``[N]`` integers, the global id of each sequence.
-        positions: ``[N]`` integers, the position of the token to be drawn.
-
-    Returns:
-        ``[N]`` float64 in [0, 1), on the device of ``sample_ids``.
-    """
-    state = torch.tensor(_signed(seed + _GOLDEN), dtype=torch.int64, device=sample_ids.device)
-    for word in (torch.tensor(_signed(step), device=state.device), sample_ids.long(), positions.long()):
-        state = _mix(_mix(state) + word + _signed(_GOLDEN))
-    return _logical_shift(_mix(state + _signed(_GOLDEN)), 11).double() * 2.0**-53

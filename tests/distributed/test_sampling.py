@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.rollout import sampling
-from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
+from mrlhf.rollout.sampling import SamplingParams, sample_tokens
+from mrlhf.rollout.uniforms import uniform_for
 from tests.distributed.test_vocab import CountCollectives, shard
 
 VOCAB = 1400  # of 1536 = 12 blocks of 128: shards of whole blocks at TP 1, 2, 3 and 4; the last shard is half padding

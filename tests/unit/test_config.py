@@ -220,6 +220,28 @@ def test_check_run_needs_no_process_group(file: Path) -> None:
     check_run(load_config(file, ["data.max_prompt_length=240"]), 4, {"actor": model})
 
 
+def test_a_cache_that_holds_no_row_is_refused_before_the_run(file: Path) -> None:
+    model = ModelConfig("llama", 64, 4, 4, 2, 16, 128, 97, 256)
+    layout = ["parallel.pipeline_model_parallel_size=2", "data.max_prompt_length=48"]
+    # Three rows of 64 tokens, in two layers of each stage 2 x 2 heads x 16 numbers a token: 3 x 32 KiB.
+    needed = 3 * 2 * 2 * 64 * 2 * 16 * 4
+    check_run(load_config(file, [*layout, f"rollout.kv_cache_memory={needed / 2**30}"]), 2, {"actor": model})
+    with pytest.raises(ConfigError, match=r"rollout.kv_cache_memory .* 3 rows .* 64 tokens, .* lower") as caught:
+        check_run(load_config(file, [*layout, f"rollout.kv_cache_memory={(needed - 1) / 2**30}"]), 2, {"actor": model})
+    advice = str(caught.value).split("set it to ")[1].split()[0]
+    check_run(load_config(file, [*layout, f"rollout.kv_cache_memory={advice}"]), 2, {"actor": model})
+    half = [*layout, f"rollout.kv_cache_memory={needed / 2**31}", "precision.dtype=bf16"]
+    check_run(load_config(file, half), 2, {"actor": model})
+
+
+def test_stop_strings_and_penalty_are_checked(file: Path) -> None:
+    config = load_config(file, ["rollout.stop_strings=['a b', '###']", "rollout.repetition_penalty=1.2"])
+    assert config.rollout.stop_strings == ("a b", "###")
+    assert "rollout.stop_strings" in refusal(file, "rollout.stop_strings=['']")
+    assert "rollout.repetition_penalty" in refusal(file, "rollout.repetition_penalty=0")
+    assert "rollout.kv_cache_memory" in refusal(file, "rollout.kv_cache_memory=0")
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_models_are_checked_under_their_own_layout(file: Path, training: bool) -> None:
     """Also where nothing is trained: two key-value heads do not go over the actor's TP 4, but over the own TP 2."""
@@ -236,6 +258,23 @@ def test_models_are_checked_under_their_own_layout(file: Path, training: bool) -
     assert problems(own.format(2)) == []
     (refused,) = problems(own.format(3))[:1]
     assert refused.startswith("layout of reward0: world size 4 is not a multiple of TP 3")
+
+
+def test_packing_needs_whole_rows(file: Path) -> None:
+    model = ModelConfig("llama", 64, 4, 4, 4, 16, 128, 97, 256)
+    models = dict.fromkeys(("actor", "reference", "critic", "reward0"), model)
+
+    def problems(*overrides: str, training: bool = True) -> list[str]:
+        config = load_config(file, ["inference.packing=true", "ppo.packing=true", *overrides])
+        return layout_problems(config, 2, models, max_response_length=16, training=training)
+
+    assert problems() == []
+    assert problems("critic.parallel={context_parallel_size: 2}") == [
+        f"{key} cannot go with a context_parallel_size above 1, and that of critic is 2; set {key}=false"
+        for key in ("inference.packing", "ppo.packing")
+    ]
+    assert len(problems("parallel.context_parallel_size=2", training=False)) == 1
+    assert problems("parallel.context_parallel_size=2", "inference.packing=false", "ppo.packing=false") == []
 
 
 def test_progress_off_needs_no_quotes(file: Path) -> None:

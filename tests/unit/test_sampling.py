@@ -5,8 +5,9 @@ import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from mrlhf.errors import MrlhfError
-from mrlhf.rollout import sampling
-from mrlhf.rollout.sampling import SamplingParams, sample_tokens, uniform_for
+from mrlhf.rollout import sampling, uniforms
+from mrlhf.rollout.sampling import SamplingParams, sample_tokens, sample_with_logprobs
+from mrlhf.rollout.uniforms import uniform_for
 
 
 def chi_square_tail(statistic, freedom):
@@ -146,8 +147,8 @@ def test_parameters_are_checked():
 
 def test_uniform_is_splitmix64():
     # First output of SplitMix64 from state 0 is 0xE220A8397B1DCDAF.
-    state = torch.tensor(sampling._signed(sampling._GOLDEN), dtype=torch.int64)
-    assert sampling._mix(state).item() & (2**64 - 1) == 0xE220A8397B1DCDAF
+    state = torch.tensor(uniforms._signed(uniforms._GOLDEN), dtype=torch.int64)
+    assert uniforms._mix(state).item() & (2**64 - 1) == 0xE220A8397B1DCDAF
 
 
 def test_uniform_depends_on_its_four_numbers_alone():
@@ -191,3 +192,23 @@ def test_uniform_two_way_table_is_independent():
         z = (means - 0.5) / (1 / 12 / 200) ** 0.5
         assert 1e-3 < chi_square_tail((z**2).sum().item(), 200) < 1 - 1e-3
     assert u.unique().numel() == 40_000
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(0.6),
+        SamplingParams(0.6, top_k=5),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_k=2000),
+        SamplingParams(temperature=0.0),
+    ],
+    ids=str,
+)
+def test_logprobs_are_of_the_whole_distribution(params: SamplingParams) -> None:
+    logits = torch.randn(50, 3000, generator=torch.Generator().manual_seed(0)) * 3
+    tokens, logprobs = sample_with_logprobs(logits, grid(50), params, group=None, vocab_size=2900)
+    assert torch.equal(tokens, sample_tokens(logits, grid(50), params, group=None, vocab_size=2900))
+    table = (logits[:, :2900].double() / (params.temperature or 1.0)).log_softmax(1)
+    torch.testing.assert_close(logprobs, table.gather(1, tokens[:, None])[:, 0].float(), rtol=1e-5, atol=1e-5)
