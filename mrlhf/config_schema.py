@@ -68,7 +68,7 @@ class RewardModelSource(Section):
     kind: Literal["model"] = Field("model", description="a reward model")
     path: str = Field(description="folder as for actor.path, of a one-label sequence classifier")
     parallel: ParallelConfig | None = Field(
-        None, description="own layout on the same ranks, with parallel's keys; null: parallel"
+        None, description="own layout on the same ranks (see placement), with parallel's keys; null: parallel"
     )
     weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mrlhf.config_schema import PPOConfig
 from mrlhf.data.prompts import Prompt, Sample
 from mrlhf.errors import MrlhfError
-from mrlhf.roles.micro_batches import by_rows
+from mrlhf.roles.micro_batches import Cut
 from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_masks, whiten_over_ranks
 from mrlhf.trainer.ppo import PPOTrainer, build_trainer
 from mrlhf.trainer.running import RunningMoments
@@ -135,10 +135,7 @@ def _scored(config: PPOConfig) -> dict[str, Any]:
     samples = next(trainer.stream)[trainer.job.dp_rank * per_rank :][:per_rank]
     batch, width, samples = trainer.sampler.sample(samples, 0)
     batch = add_masks(batch, config.semantics, width)
-
-    def cut(rows: RolloutBatch) -> list[list[int]]:
-        return by_rows(rows.size, 3)
-
+    cut = Cut(rows=3)
     model = trainer.scorer.models[0][0].scores(batch, cut)
     scores = trainer.scorer.scores(batch, cut, samples)
     return {
