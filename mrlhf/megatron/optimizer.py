@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from mrlhf.megatron import device
+from mrlhf.megatron.offload import HostCopy
 
 MIN_LOSS_SCALE = 1.0
 """Where fp16 stops lowering its loss scale."""
@@ -69,12 +70,45 @@ class Trainable:
         self.settings = settings
         self.config = get_model_config(chunks[0])
         self.chunks = _wrap(chunks, self.config, groups, distributed_optimizer)
-        self.optimizer = _build_optimizer(self.chunks, groups, settings, self.config, distributed_optimizer)
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self._optimizer = _build_optimizer(self.chunks, groups, settings, self.config, distributed_optimizer)
+        self.config.grad_scale_func = self._optimizer.scale_loss
         self.config.finalize_model_grads_func = partial(_finalize, groups=groups)
-        self.schedule = _build_schedule(self.optimizer, settings)
+        self.schedule = _build_schedule(self._optimizer, settings)
         self.scale_exhausted = False
         """fp16 only: the last gradient overflowed at the lowest loss scale, so that waiting brings nothing."""
+        self._states = HostCopy(self._state_tensors, self._gradient_buffers)
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's, with its states on the device."""
+        self._states.load()
+        return self._optimizer
+
+    def offload(self) -> None:
+        """Move moments and fp32 weights to the host, and free the gradients; whoever needs them gets them back."""
+        self._states.offload()
+
+    def prefetch(self) -> None:
+        """Begin to bring back what `offload` moved."""
+        self._states.prefetch()
+
+    def _state_tensors(self) -> list[torch.Tensor]:
+        """Moments, and the fp32 copies of weights where the model is not fp32 itself."""
+        weights = {p.untyped_storage()._cdata for chunk in self.chunks for p in chunk.parameters()}
+        found = []
+        for optimizer in self._optimizer.chained_optimizers:
+            if optimizer.is_stub_optimizer:
+                continue
+            inner = optimizer.optimizer
+            tensors = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+            tensors += [p for group in inner.param_groups for p in group["params"]]
+            found += [t for t in tensors if t.numel() > 1 and t.untyped_storage()._cdata not in weights]
+        return found
+
+    def _gradient_buffers(self) -> list[torch.Tensor]:
+        """Their content is not needed between updates: each begins with `zero_grad`."""
+        chunks = self.chunks
+        return [b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -84,7 +118,7 @@ class Trainable:
     @property
     def learning_rate(self) -> float:
         """The rate of the next update."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode (dropout)."""
@@ -93,9 +127,10 @@ class Trainable:
 
     def zero_grad(self) -> None:
         """Clear gradients before a minibatch."""
+        self._states.load()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()
 
     def advance_schedule(self) -> None:
         """Move the learning rate on by one step (the trainer does so once per iteration)."""
@@ -122,11 +157,26 @@ class Trainable:
             Whether all gradients are finite, and the norm of the whole gradient before clipping.
         """
         lowest = bool(self.config.fp16) and self.loss_scale <= MIN_LOSS_SCALE
-        overflow = self.optimizer.prepare_grads()
+        overflow = self._prepare_grads()
         self.scale_exhausted = overflow and lowest
         norm = self.optimizer.get_grad_norm()
         value = float("nan") if norm is None else float(norm)
         return not overflow and math.isfinite(value), value
+
+    def _prepare_grads(self) -> bool:
+        """Megatron's own, with one loss scale for the dense parameters and the experts.
+
+        It keeps an optimizer with a scaler for each, and every scaler goes by its own gradients: after an overflow of
+        one of them alone the other would unscale by another number than losses are multiplied with.
+        """
+        scalers = [s for o in self.optimizer.chained_optimizers if (s := getattr(o, "grad_scaler", None)) is not None]
+        before = [dict(scaler.state_dict()) for scaler in scalers]
+        overflow = bool(self.optimizer.prepare_grads())
+        if self.config.fp16 and len(scalers) > 1:
+            for scaler, state in zip(scalers, before, strict=True):
+                scaler.load_state_dict(state)
+                scaler.update(overflow)
+        return overflow
 
     def apply_step(self, norm: float) -> None:
         """Clip the gradients that `prepare_step` found to be finite, of this ``norm``, and update the weights."""
@@ -141,7 +191,7 @@ class Trainable:
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by against underflow: 1 unless the model is fp16."""
-        return float(self.optimizer.get_loss_scale())
+        return float(self._optimizer.get_loss_scale())
 
 
 def _wrap(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mrlhf.planner import ParallelSizes
 from tests.distributed.hf_tools import assert_same_tensors, edit_copy, load_message
 from tests.distributed.megatron_tools import PP2, Batch, Layout, Reference, build, make_rows, micro_batches, request
 from tests.distributed.moe_tools import EP2, EP4, ETP1, FAMILIES, TP2SP, write_moe
@@ -182,3 +183,31 @@ def test_missing_and_unknown_experts_are_named(run_ranks: Any, paths: Any, tmp_p
     (found,) = run_ranks(messages, 1, bad)
     assert f"missing: {name}" in found["missing"]
     assert f"not used: {name.replace('experts.3', 'experts.4')}" in found["more"]
+
+
+def older_save(dense: Path, out: Path) -> bool:
+    """A state whose description knows nothing of experts, as older versions wrote it: is it the same layout still?"""
+    import json
+    from dataclasses import asdict
+
+    from mrlhf.checkpoint.training_state import SavedModel, load_state, save_state
+    from mrlhf.megatron.optimizer import AdamSettings, Trainable
+
+    config, groups, chunks = build(dense, {})
+    models = {"model": SavedModel(Trainable(chunks, groups, AdamSettings(lr=1e-3)), config)}
+    layout = asdict(ParallelSizes())
+    save_state(out, models, averages={}, common={}, per_rank="here", layout=layout)
+    description = json.loads((out / "state.json").read_text())
+    for name in ("num_experts", "num_experts_per_token", "moe_ffn_hidden_size", "normalize_topk", "dense_layers"):
+        del description["models"]["model"]["config"][name]
+    del description["models"]["model"]["config"]["qk_norm"], description["layout"]["expert_tensor_parallel_size"]
+    (out / "state.json").write_text(json.dumps(description))
+    return load_state(out, models, averages={}, layout=layout).same_layout
+
+
+def test_states_of_older_versions_go_on(run_ranks: Any, tmp_path: Path) -> None:
+    from tools.make_tiny_model import make_tiny_model
+
+    dense = make_tiny_model(tmp_path / "dense", tokenizer=False)
+    (tmp_path / "state").mkdir()
+    assert run_ranks(older_save, 1, dense, tmp_path / "state") == [True]
