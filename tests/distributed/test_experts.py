@@ -135,7 +135,7 @@ def half(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     return {"loss": loss, "norm": norm, "skipped": skipped, "updated": updated, "kinds": kinds, "scales": set(scales)}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_half_precision_is_near(run_ranks: Any, paths: Any, references: Any, dtype: torch.dtype) -> None:
     """Near one rank in the same format, and fp32: where rounding changes a token's expert, its gradient is another."""
     exact = references["mixtral"]

@@ -91,6 +91,7 @@ def export(checkpoint: Path, target: Path, role: str, tensor_model_parallel_size
     export_state(checkpoint, target, role, tensor_model_parallel_size=tensor_model_parallel_size)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_experts_elsewhere(inputs: Path, tmp_path: Path) -> None:
     run_ranks(resumed, 2, inputs, tmp_path, *EP2, "optimizer.distributed=true")
     whole = read_lines(tmp_path / "whole" / "metrics.jsonl")[1]
