@@ -66,6 +66,14 @@ def _all_runs(inputs: Path, root: Path, names: list[str], overrides: tuple[str, 
 def colocated(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("colocated")
     run_ranks(_all_runs, 1, inputs, root, list(RUNS), ())
+    # Or there would be little to compare.
+    metrics = tiny_run.read_lines(root / "everything" / "metrics.jsonl")
+    assert [row["critic_updates"] for row in metrics] == [4.0, 4.0, 4.0]
+    assert metrics[0]["actor_updates"] == 0.0 < metrics[1]["actor_updates"]
+    assert any(row["early_stopped"] for row in metrics)
+    assert all(row["ptx_updates"] == row["actor_updates"] for row in metrics[1:])
+    assert 0 < metrics[-1]["truncated_fraction"] < 1
+    assert "eval/score_mean" in metrics[-1]
     return root
 
 
@@ -130,11 +138,24 @@ def test_the_run_is_the_colocated_one(
 
 def _across(inputs: dict[str, Path], root: Path) -> list[dict[str, str]]:
     """A split run that goes on with a colocated run's checkpoint, and a colocated run with a split one's."""
+    import torch.distributed as dist
+
     ends = []
     for before, after in ((), (SPLIT,)), ((SPLIT,), ()):
         folder = root / ("to_split" if after else "to_colocated")
         config = tiny_run.make_config(inputs["ppo"], folder, *_RESUMED, *before)
-        tiny_run.train(config)
+        if before:
+            # A request to stop is one for both parts.
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "stop").touch()
+            dist.barrier()
+            stopped = tiny_run.train(config)
+            assert stopped.stopped is not None
+            assert stopped.checkpoints.first == 0
+            config = tiny_run.make_config(inputs["ppo"], folder, *_RESUMED, *before, "trainer.resume=auto")
+            assert tiny_run.train(config).checkpoints.first == 1
+        else:
+            tiny_run.train(config)
         cut(folder)
         resumed = tiny_run.train(tiny_run.make_config(inputs["ppo"], folder, *_RESUMED, *after, "trainer.resume=auto"))
         assert resumed.checkpoints.first == 2
