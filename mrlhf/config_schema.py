@@ -19,6 +19,7 @@ from mrlhf.config_sections import (
     InferenceConfig,
     NaturalInt,
     NonNegativeFloat,
+    OffloadConfig,
     OutputConfig,
     ParallelConfig,
     PositiveFloat,
@@ -238,6 +239,7 @@ class PPOConfig(RunConfig):
     inference: InferenceConfig = Field(default_factory=InferenceConfig, description="passes without gradient")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out prompts")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the two optimizers")
+    offload: OffloadConfig = Field(default_factory=OffloadConfig, description="host memory between phases")
     trainer: TrainerConfig = Field(description="length and output")
 
     @property

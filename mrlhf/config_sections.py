@@ -228,6 +228,16 @@ class LaunchConfig(Section):
     timeout_minutes: PositiveFloat = Field(60.0, description="longest wait in any collective of any group")
 
 
+class OffloadConfig(Section):
+    """What waits in (pinned) host memory while nothing needs it; for GPUs, whose memory it frees for other phases."""
+
+    reference: bool = Field(False, description="the reference's weights, outside inference")
+    reward: bool = Field(False, description="the reward models' weights, outside inference")
+    optimizer: bool = Field(
+        False, description="moments and fp32 weights of actor and critic, outside the updates; gradients are freed"
+    )
+
+
 class OutputConfig(Section):
     """Output of a run; each kind of run adds its length."""
 

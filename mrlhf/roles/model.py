@@ -12,6 +12,7 @@ import torch
 from mrlhf.megatron.balance import take_load_balancing_loss
 from mrlhf.megatron.joined import passes_of_all
 from mrlhf.megatron.model import LogprobRequest
+from mrlhf.megatron.offload import HostCopy
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.megatron.schedule import forward_backward, forward_only
 from mrlhf.model_config import ModelConfig
@@ -71,12 +72,31 @@ class RoleModel:
         """
         self.name = name
         self.config = config
-        self.chunks = list(chunks)
+        self._chunks = list(chunks)
+        self._weights: HostCopy | None = None
         self.groups = groups
         self.home: Any = None
         """Data-parallel group that shares out the rows of `inferred`; None: the model's own."""
         self.attention_mask: Callable[[RolloutBatch], torch.Tensor] | None = None
         """Mask of a micro-batch for every pass, of a model built for it (``masked``); None: causal."""
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """This rank's stages, on the device."""
+        if self._weights is not None:
+            self._weights.load()
+        return self._chunks
+
+    def offload(self) -> None:
+        """Move the weights of a frozen model to the host until somebody asks for `chunks`."""
+        if self._weights is None:
+            self._weights = HostCopy(lambda: (p for chunk in self._chunks for p in chunk.parameters()), constant=True)
+        self._weights.offload()
+
+    def prefetch(self) -> None:
+        """Begin to bring back what `offload` moved."""
+        if self._weights is not None:
+            self._weights.prefetch()
 
     @property
     def is_last_stage(self) -> bool:

@@ -19,6 +19,7 @@ from mrlhf.roles.reward import ScoreSource
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.checkpointing import Checkpointer
 from mrlhf.trainer.loop import run_loop
+from mrlhf.trainer.offloading import Offloading
 from mrlhf.trainer.outputs import export_dtype, export_model
 from mrlhf.trainer.report import PhaseTimer, worst_of_ranks
 from mrlhf.trainer.rollouts import Scorer
@@ -58,6 +59,8 @@ class CriticTrainer:
         jobs.wait_for_actor_ranks(job)
         self.critic: Critic | None = jobs.build_critic(job) if config.ppo.needs_critic else None
         reward_models = jobs.build_reward_models(job)
+        trained = [self.critic] if self.critic is not None else []
+        self.offloading = Offloading(config.offload, rewards=[model for model, _ in reward_models], trained=trained)
         self.heartbeat = open_heartbeat(config.output_dir, config.launch.timeout_minutes)
         groups = job.groups
         self.scorer = Scorer(
@@ -108,16 +111,19 @@ class CriticTrainer:
         self.heartbeat.iteration(iteration + 1)
         timer = self.timer = PhaseTimer(display, self.heartbeat)
         with timer.phase("rollout"):
+            self.offloading.before_rollout()
             # The place in it is saved by the actor's ranks, and must be the same here after a resume.
             next(self.stream)
             heard = self.answerer.listen()
             assert heard is not None
         with timer.phase("inference"):
+            self.offloading.before_inference()
             batch = self.answerer.answer(*heard)
         if self.critic is not None:
             batch = batch.replace(returns=self.answerer.returns())
         warming_up = iteration < self.config.ppo.critic_warmup_iterations
         with timer.phase("train"):
+            self.offloading.before_train()
             accumulator, _ = self.updater.run(batch, iteration, train_actor=not warming_up)
         groups = self.job.groups
         if groups.pp.rank() == groups.pp.size() - 1 and groups.tp.rank() == 0 and groups.cp.rank() == 0:

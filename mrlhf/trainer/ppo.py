@@ -44,6 +44,7 @@ from mrlhf.trainer.inputs import (
 )
 from mrlhf.trainer.kl_control import AdaptiveKL
 from mrlhf.trainer.loop import run_loop
+from mrlhf.trainer.offloading import Offloading
 from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model
 from mrlhf.trainer.precision import kernel_lines
 from mrlhf.trainer.ptx import PTX
@@ -153,6 +154,9 @@ class PPOTrainer:
         )
         self.ema = WeightAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema_decay is not None else None
         ptx = self._build_ptx(texts) if texts is not None else None
+        trained = [model for model in (self.actor, self.critic) if model is not None]
+        rewards = [model for model, _ in reward_models]
+        self.offloading = Offloading(config.offload, reference=self.reference, rewards=rewards, trained=trained)
         self.timer: PhaseTimer | None = None
         """Of the iteration at hand, or of the last one."""
         other = None
@@ -231,6 +235,7 @@ class PPOTrainer:
         self.heartbeat.iteration(iteration + 1)
         timer = self.timer = PhaseTimer(display, self.heartbeat)
         with timer.phase("rollout"):
+            self.offloading.before_rollout()
             samples = shard(
                 next(self.stream),
                 self.job.dp_rank,
@@ -240,6 +245,7 @@ class PPOTrainer:
             batch, width, samples = self.sampler.sample(samples, iteration)
             batch = add_masks(batch, self.config.semantics, width)
         with timer.phase("inference"):
+            self.offloading.before_inference()
             batch = self._infer(batch, samples, width)
         shaping = self.shaping
         batch = gather_batch(add_advantages(batch, shaping, self.job.groups.dp), self.job.groups.dp)
@@ -247,6 +253,7 @@ class PPOTrainer:
             self.critic_ranks.tell_returns(batch)
         warming_up = iteration < self.config.ppo.critic_warmup_iterations
         with timer.phase("train"):
+            self.offloading.before_train()
             accumulator, steps = self.updater.run(batch, iteration, train_actor=not warming_up)
         if self.actor.counts_metrics:
             accumulator.add(self.scorer.source_metrics())

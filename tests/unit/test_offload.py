@@ -1,0 +1,51 @@
+"""Tensors that wait in host memory: freed, and the same when they are back."""
+
+from __future__ import annotations
+
+import torch
+
+from mrlhf.megatron.offload import HostCopy
+
+
+def test_memory_is_free_in_between_and_the_content_is_back() -> None:
+    base = torch.randn(4, 6)
+    tensors = [base, base.view(-1)[3:9], torch.arange(5)]
+    scratch = torch.ones(8)
+    content = [tensor.clone() for tensor in tensors]
+    copy = HostCopy(lambda: tensors, lambda: [scratch, base])
+    copy.offload()
+    assert [tensor.untyped_storage().nbytes() for tensor in (*tensors, scratch)] == [0, 0, 0, 0]
+    assert copy.bytes_away == 4 * 6 * 4 + 5 * 8 + 8 * 4
+    copy.offload()  # once is enough
+    copy.prefetch()
+    assert copy.bytes_away == 0
+    copy.load()
+    copy.load()
+    assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, content, strict=True))
+    assert scratch.numel() == 8
+    assert base.data_ptr() == tensors[1].data_ptr() - 3 * 4
+
+
+def test_what_changes_is_copied_each_time_and_what_does_not_once() -> None:
+    for constant in (False, True):
+        tensor = torch.zeros(3)
+        copy = HostCopy(lambda tensor=tensor: [tensor], constant=constant)
+        copy.offload()
+        copy.load()
+        tensor.fill_(1.0)
+        copy.offload()
+        copy.load()
+        # A constant tensor that was changed after all shows that it was not copied again.
+        assert tensor.tolist() == [0.0 if constant else 1.0] * 3
+
+
+def test_new_tensors_are_asked_for_at_every_turn() -> None:
+    tensors = [torch.ones(2)]
+    copy = HostCopy(lambda: tensors)
+    copy.offload()
+    copy.load()
+    tensors.append(torch.full((4,), 2.0))
+    copy.offload()
+    assert copy.bytes_away == 8 + 16
+    copy.load()
+    assert tensors[1].tolist() == [2.0] * 4
