@@ -99,7 +99,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorag
     found: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes():
+        # What NumPy has looked into, which happens on a CPU only, has to stay.
+        if storage.nbytes() and storage.resizable():
             found.setdefault(storage._cdata, (storage, tensor.device))
     return list(found.values())
 

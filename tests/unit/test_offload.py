@@ -39,6 +39,17 @@ def test_what_changes_is_copied_each_time_and_what_does_not_once() -> None:
         assert tensor.tolist() == [0.0 if constant else 1.0] * 3
 
 
+def test_memory_that_numpy_looks_into_stays() -> None:
+    tensor, other = torch.ones(3), torch.ones(2)
+    view = tensor.numpy()
+    copy = HostCopy(lambda: [tensor, other])
+    copy.offload()
+    assert copy.bytes_away == 8
+    tensor += 1
+    copy.load()
+    assert view.tolist() == tensor.tolist() == [2.0] * 3
+
+
 def test_new_tensors_are_asked_for_at_every_turn() -> None:
     tensors = [torch.ones(2)]
     copy = HostCopy(lambda: tensors)

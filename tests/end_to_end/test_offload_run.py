@@ -1,0 +1,85 @@
+"""`offload`: what is away when, and no number of a run moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrlhf.config_schema import PPOConfig
+from mrlhf.progress import open_display
+from mrlhf.trainer.ppo import build_trainer
+from tests.end_to_end.test_ppo_run import PP2, TP2, Runs
+from tests.ranks import run_ranks
+from tests.tiny_run import make_config, read_lines, steady
+
+OFFLOAD = ["offload.reference=true", "offload.reward=true", "offload.optimizer=true"]
+
+
+def test_the_run_is_the_same(tmp_path: Path) -> None:
+    """With saves and evaluations, which need what is away; in 16 bits, where there are fp32 weights to move."""
+    runs = Runs(tmp_path)
+    for name, options in {
+        "fp32": [PP2],
+        "bf16": ["precision.dtype=bf16", "optimizer.distributed=true"],
+    }.items():
+        both = [*options, "checkpoint.interval=1", "trainer.eval_interval=1"]
+        both.append(f"evaluation.prompts={runs.inputs / 'prompts.jsonl'}")
+        folders = runs(name, 2, *both), runs(f"{name}-offload", 2, *both, *OFFLOAD)
+        plain, moved = (steady(read_lines(folder / "metrics.jsonl")) for folder in folders)
+        assert len(plain) == 2
+        assert moved == plain
+        for mine, theirs in zip(runs.results(f"{name}-offload"), runs.results(name), strict=True):
+            assert mine["after"] == theirs["after"]
+
+
+def _memory(config: PPOConfig) -> dict[str, Any]:
+    """Bytes on the device of each kind of tensor, seen from inside the phases."""
+    trainer: Any = build_trainer(config)
+    seen: dict[str, dict[str, int]] = {}
+
+    def held(tensors: Any) -> int:
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def look(phase: str) -> None:
+        parameters = {
+            "reference": [p for c in trainer.reference._chunks for p in c.parameters()],
+            "reward": [p for c in trainer.scorer.models[0][0]._chunks for p in c.parameters()],
+            "actor": [p for c in trainer.actor._chunks for p in c.parameters()],
+        }
+        trainable = trainer.actor.trainable
+        parameters["optimizer"] = [t for t in trainable._state_tensors() if isinstance(t, torch.Tensor)]
+        parameters["gradients"] = trainable._gradient_buffers()
+        seen.setdefault(phase, {name: held(tensors) for name, tensors in parameters.items()})
+
+    generate, step = trainer.sampler.sample, trainer.updater.run
+
+    def sample(*arguments: Any) -> Any:
+        look("rollout" if trainer.actor.trainable.optimizer_steps_seen else "first")
+        return generate(*arguments)
+
+    trainer.actor.trainable.optimizer_steps_seen = 0
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        result = step(*arguments, **keywords)
+        look("train")
+        trainer.actor.trainable.optimizer_steps_seen += 1
+        return result
+
+    trainer.sampler.sample, trainer.updater.run = sample, run
+    with open_display("off", 2, rank=1) as display:
+        for iteration in range(2):
+            trainer.iterate(iteration, display)
+    return seen
+
+
+def test_what_is_away_in_which_phase(tmp_path: Path) -> None:
+    inputs = Runs(tmp_path).inputs
+    for seen in run_ranks(_memory, 2, make_config(inputs, tmp_path / "out", TP2, *OFFLOAD)):
+        rollout, train = seen["rollout"], seen["train"]
+        assert [rollout[name] for name in ("reference", "reward", "optimizer", "gradients")] == [0, 0, 0, 0]
+        assert [train[name] for name in ("reference", "reward")] == [0, 0]
+        assert rollout["actor"] == train["actor"] > 0
+        assert train["optimizer"] >= 2 * train["actor"]
+        assert train["gradients"] >= train["actor"]
