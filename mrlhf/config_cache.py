@@ -49,3 +49,12 @@ def cache_problems(
         f"filling) of {tokens} tokens, {each / 2**30:.3g} GiB each; set it to {advice} or more, or "
         "lower data.max_prompt_length or rollout.max_response_length"
     ]
+
+
+def rows_at_once(config: PPOConfig, model: ModelConfig, sizes: ParallelSizes, tokens: int) -> int:
+    """``rollout.batch_size``, or fewer where ``rollout.kv_cache_memory`` does not hold as many rows of ``tokens``."""
+    rollout = config.rollout
+    if rollout.kv_cache_bytes is None:
+        return rollout.batch_size
+    each = bytes_per_row(model, sizes, tokens=tokens, element_bytes=4 if config.precision.dtype == "fp32" else 2)
+    return max(min(rollout.batch_size, rollout.kv_cache_bytes // each - 1), 1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mrlhf.config import check_run
+from mrlhf.config_cache import rows_at_once
 from mrlhf.config_preferences import DPOConfig, PreferenceConfig, RewardTrainingConfig
 from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import RunConfig
@@ -154,6 +155,9 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
         """A micro-batch of so many rows, or of a budget of tokens."""
         return Rows(count if budget is None else max(budget // width, 1), width, wanted)
 
+    slots = rows_at_once(
+        config, models["actor"], config.sizes_of("actor", world_size), prompt + config.longest_response
+    )
     text_length = min(config.ptx.max_length or models["actor"].max_position_embeddings, 10**9)
     text = config.ptx.path is not None
     text_width = _round_up(text_length + 1, multiple)
@@ -169,7 +173,7 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
         train_mean=rows(ppo.micro_batch_size, ppo.micro_batch_tokens, mean, mean_response),
         inference=rows(inference.micro_batch_size, inference.micro_batch_tokens, longest, response),
         inference_mean=rows(inference.micro_batch_size, inference.micro_batch_tokens, mean, mean_response),
-        rollout=Rollout(config.rollout.batch_size, prompt, config.longest_response, mean_prompt, mean_response),
+        rollout=Rollout(slots, prompt, config.longest_response, mean_prompt, mean_response),
         entropy=ppo.log_entropy or ppo.entropy_coef != 0,
         row_slots=longest,
         text_rows=config.ptx_batch_size if text else 0,

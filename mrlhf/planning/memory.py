@@ -167,14 +167,12 @@ def _gather_buffers(job: Job, stages: dict[str, int]) -> int:
 
 def _generation(job: Job, role: Role, rollout: Rollout, stage: StageParameters) -> tuple[int, int]:
     """Working memory of a layer, the larger of prefill and decode, and of logits with what sampling makes of them."""
-    e, t = job.element_bytes, role.sizes.tensor_model_parallel_size
+    e = job.element_bytes
     rows = min(rollout.slots, -(-job.rows // role.sizes.data_parallel_size))
     prefill = min(rows * rollout.longest_prompt, max(PREFILL_TOKENS, rollout.longest_prompt))
     work = activations.layer_work(job, role, prefill)
-    # Rows that have ended leave: the keys and values of a layer are then copied, in the order attention wants them.
-    heads = max(role.model.num_query_groups // t, 1)
-    length = rollout.longest_prompt + rollout.longest_response
-    decode = activations.layer_work(job, role, rows) + 2 * rows * length * heads * role.model.head_dim * e
+    # A decoding step reads keys and values where they are.
+    decode = activations.layer_work(job, role, rows)
     logits = 0
     if stage.output:
         # Logits in the run's dtype, in fp32, the weights of the distribution in fp32 and one more while they are made.

@@ -134,8 +134,6 @@ class Clock:
         weights -= role.fp8_layers(index) * stage.layer.held * (e - 1)
         context = rollout.mean_prompt + steps / 2
         keys = 2 * stage.layers * max(role.model.num_query_groups // t, 1) * role.model.head_dim * e * active * context
-        # A batch that has lost rows copies the keys and values of those that go on before it reads them.
-        keys *= 3 if active < rows else 1
         reading = (weights + keys) / (self.hardware.bandwidth * self.efficiency.bandwidth)
         linear = flops.linear(stage, active)
         work = max(self._compute(role, index, flops.decode(role, stage, rollout, rows) / steps, linear), reading)

@@ -522,6 +522,17 @@ def test_lengths() -> None:
             make_job(asked.config, models, 32, means)
 
 
+def test_a_limit_of_the_cache_is_a_limit_of_rows() -> None:
+    whole = question().job()
+    assert whole.rollout is not None
+    actor = whole.roles[0]
+    cache = kv_cache_bytes(whole, actor, whole.rollout, max(stage.layers for stage in actor.stages))
+    part = question(f"rollout.kv_cache_memory={cache / 2**31}").job()
+    assert part.rollout is not None
+    assert part.rollout.slots < whole.rollout.slots
+    assert cache / 2.1 < kv_cache_bytes(part, actor, part.rollout, actor.stages[0].layers) <= cache / 2
+
+
 def test_a_budget_of_tokens_makes_rows() -> None:
     made = question("ppo.micro_batch_tokens=9000").job()
     assert (made.train.count, made.train.width) == (4, 2048)
