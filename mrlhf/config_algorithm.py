@@ -43,6 +43,10 @@ class PPOAlgorithmConfig(Section):
     score_clip: PositiveFloat | None = Field(
         5.0, description="scores are clamped to plus and minus this; null: they are not"
     )
+    importance_cap: PositiveFloat | None = Field(
+        None,
+        description="weigh each token's policy loss by exp(old log-prob - the sampler's), at most this; null: do not",
+    )
     clip_eps: PositiveFloat = Field(0.2, description="the ratio is clipped to 1 plus and minus this")
     value_clip: PositiveFloat | None = Field(
         0.2, description="values are clipped to the old ones plus and minus this; null: they are not"

@@ -110,6 +110,7 @@ class RolloutBatch:
         response_mask: ``[B, S-1]`` bool, the label is a response token.
         gae_mask: ``[B, S-1]`` bool, the position takes part in reward shaping and GAE.
         old_logprobs: ``[B, S-1]`` float, of the actor at the time of the rollout.
+        rollout_logprobs: ``[B, S-1]`` float, as the sampler computed them while it generated.
         ref_logprobs: ``[B, S-1]`` float, of the reference.
         values: ``[B, S-1]`` float, of the critic at the time of the rollout.
         scores: ``[B]`` float, one per response, as they enter the reward.
@@ -132,6 +133,7 @@ class RolloutBatch:
     response_mask: Tensor | None = None
     gae_mask: Tensor | None = None
     old_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
@@ -148,6 +150,7 @@ class RolloutBatch:
     TOKEN_MASKS: ClassVar[tuple[str, ...]] = ("response_mask", "gae_mask")
     TOKEN_FLOATS: ClassVar[tuple[str, ...]] = (
         "old_logprobs",
+        "rollout_logprobs",
         "ref_logprobs",
         "values",
         "rewards",

@@ -9,6 +9,7 @@ from mrlhf.rl.losses import (
     entropy_loss,
     kl_loss,
     policy_loss,
+    truncated_weights,
     value_loss,
 )
 from mrlhf.rl.masked import masked_mean, masked_moments, masked_sum, whiten
@@ -50,6 +51,7 @@ __all__ = [
     "sequence_row_weights",
     "sequence_logprobs",
     "shape_rewards",
+    "truncated_weights",
     "value_loss",
     "whiten",
 ]

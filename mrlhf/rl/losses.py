@@ -72,6 +72,7 @@ def policy_loss(
     clip_eps: float,
     dual_clip: float | None = None,
     row_weights: Tensor | None = None,
+    importance_weights: Tensor | None = None,
 ) -> LossTerms:
     """PPO's clipped surrogate, ``max(-A r, -A clamp(r, 1 - eps, 1 + eps))`` (Schulman et al. 2017, eq. 7), summed.
 
@@ -86,6 +87,8 @@ def policy_loss(
         clip_eps: clipping range of the ratio.
         dual_clip: see above; off by default.
         row_weights: ``[B]``, see `LossTerms`.
+        importance_weights: ``[B, W]`` without gradient, factors of the tokens' losses (`truncated_weights`); they do
+            not enter the count.
 
     Returns:
         terms with metrics ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clip_fraction`` (tokens whose clipped branch
@@ -118,7 +121,28 @@ def policy_loss(
         bounded = (advantage < 0) & (loss > bound)
         metrics["dual_clip_fraction"] = tokens.mean(bounded)
         loss = torch.where(bounded, bound, loss)
+    if importance_weights is not None:
+        weights = select(importance_weights, tokens.mask)
+        metrics["importance_weight_mean"] = tokens.mean(weights)
+        loss = loss * weights
     return LossTerms(tokens.total(loss), tokens.count, metrics)
+
+
+def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, cap: float) -> Tensor:
+    """``min(exp(old - rollout), cap)``: truncated importance sampling (Ionides 2008), token by token.
+
+    Corrects for a sampler whose numbers are not those of the training passes (other kernels, FP8, 16 bits): the tokens
+    were drawn from ``exp(rollout)``, while the policy's gradient is one under ``exp(old)``.
+
+    Args:
+        old_logprobs: ``[B, W]`` of the training passes before any update.
+        rollout_logprobs: ``[B, W]`` of the sampler.
+        response_mask: bool ``[B, W]``; what lies outside is not read and has weight 0.
+        cap: largest weight, above 0.
+    """
+    log_ratio = select(old_logprobs, response_mask) - select(rollout_logprobs, response_mask)
+    weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+    return select(weights, response_mask)
 
 
 def value_loss(

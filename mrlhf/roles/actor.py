@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from mrlhf.rl import entropy_loss, kl_loss, policy_loss
+from mrlhf.rl import entropy_loss, kl_loss, policy_loss, truncated_weights
 from mrlhf.roles.micro_batches import Plan
 from mrlhf.roles.model import Gradients, LossFunction, TrainedModel, in_label_frame
 from mrlhf.roles.policy import PolicyModel, logprob_request
@@ -20,6 +20,7 @@ class PolicyLossSettings:
 
     clip_eps: float = 0.2
     dual_clip: float | None = None
+    importance_cap: float | None = None
     entropy_coef: float = 0.0
     log_entropy: bool = False
     kl_loss_coef: float = 0.0
@@ -53,6 +54,7 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
             clip_eps=settings.clip_eps,
             dual_clip=settings.dual_clip,
             row_weights=weights,
+            importance_weights=_importance(batch, mask, settings.importance_cap),
         )
         total, metrics = terms.loss_sum, dict(terms.metrics)
         count = terms.count if settings.fixed_length is None else float(batch.size * settings.fixed_length)
@@ -70,6 +72,14 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
         return total, metrics
 
     return loss
+
+
+def _importance(batch: RolloutBatch, mask: torch.Tensor, cap: float | None) -> torch.Tensor | None:
+    if cap is None:
+        return None
+    assert batch.old_logprobs is not None
+    assert batch.rollout_logprobs is not None, "the sampler keeps its log-probs where weights are made of them"
+    return truncated_weights(batch.old_logprobs, batch.rollout_logprobs, mask, cap)
 
 
 class Actor(TrainedModel, PolicyModel):

@@ -151,6 +151,7 @@ class PPOTrainer:
             dp_group=job.groups.dp,
             device=job.device,
             complete=stop_strings(config, tokenizer),
+            with_logprobs=config.rollout.logprobs or config.ppo.importance_cap is not None,
         )
         self.ema = WeightAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema_decay is not None else None
         ptx = self._build_ptx(texts) if texts is not None else None

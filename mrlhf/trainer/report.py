@@ -131,10 +131,27 @@ def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "kl_k3": float(masked_mean(kl["k3"], mask)),
         "kl_sequence": float(masked_sum(kl["k1"], mask, dim=1).mean()),
         **_value_metrics(batch, mask),
+        **_sampler_gap(batch, mask),
         "response_length_mean": float(lengths.mean()),
         "response_length_min": float(lengths.min()),
         "response_length_max": float(lengths.max()),
         "truncated_fraction": float(batch.truncated.double().mean()),
+    }
+
+
+GAP = 0.1
+"""A gap of log-probs that counts as large: the token's probability is off by a tenth."""
+
+
+def _sampler_gap(batch: RolloutBatch, mask: torch.Tensor) -> dict[str, float]:
+    """How far the sampler's log-probs are from those of the training passes, before any update."""
+    if batch.rollout_logprobs is None or batch.old_logprobs is None:
+        return {}
+    gap = torch.where(mask, batch.old_logprobs - batch.rollout_logprobs, 0.0).abs()
+    return {
+        "rollout_logprob_gap_mean": float(masked_mean(gap, mask)),
+        "rollout_logprob_gap_max": float(gap.max()),
+        "rollout_logprob_gap_share": float(masked_mean((gap > GAP).float(), mask)),
     }
 
 
@@ -161,6 +178,7 @@ def _loss_metrics(reduced: dict[str, float], steps: list[Step]) -> dict[str, flo
         "value_loss": "value/loss",
         "clip_fraction": "policy/clip_fraction",
         "dual_clip_fraction": "policy/dual_clip_fraction",
+        "importance_weight_mean": "policy/importance_weight_mean",
         "value_clip_fraction": "value/value_clip_fraction",
         "approx_kl_k1": "policy/approx_kl_k1",
         "approx_kl": "policy/approx_kl_k3",

@@ -39,6 +39,7 @@ class Sampler:
         dp_group: Group,
         device: torch.device,
         complete: Ends | None = None,
+        with_logprobs: bool = False,
     ) -> None:
         """Keep the settings.
 
@@ -54,8 +55,10 @@ class Sampler:
             dp_group: the data-parallel group.
             device: where batches live.
             complete: told a response after every token: whether a stop string ends it.
+            with_logprobs: keep the log-probs that the sampler saw as ``rollout_logprobs``.
         """
         self.engine = engine
+        self.with_logprobs = with_logprobs
         self.complete = complete
         self.sampling = sampling
         self.semantics = semantics
@@ -88,9 +91,12 @@ class Sampler:
             seed=self.seed,
             step=iteration,
             complete=self.complete,
+            with_logprobs=self.with_logprobs,
         )
         responses = [counted_response(g.tokens, self.semantics, self.pad_id, self.stop_ids) for g in made]
         batch = self.to_batch(samples, responses, [g.truncated for g in made])
+        if self.with_logprobs:
+            batch = batch.replace(rollout_logprobs=_in_label_frame([g.logprobs or [] for g in made], batch))
         width, longest = self._over_ranks(
             max((len(g.tokens) for g in made), default=0), max(map(len, responses), default=0)
         )
@@ -114,6 +120,15 @@ class Sampler:
 
     def _over_ranks(self, *values: int) -> list[int]:
         return [max(column) for column in zip(*all_gather_objects(values, self.dp_group), strict=True)]
+
+
+def _in_label_frame(logprobs: Sequence[Sequence[float]], batch: RolloutBatch) -> torch.Tensor:
+    """``[B, S-1]``: numbers of the response tokens that count, 0 elsewhere."""
+    frame = torch.zeros(batch.size, batch.width - 1)
+    places = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
+    for row, (numbers, (prompt, count)) in enumerate(zip(logprobs, places, strict=True)):
+        frame[row, prompt - 1 : prompt - 1 + count] = torch.tensor(numbers[:count])
+    return frame.to(batch.tokens.device)
 
 
 def answered(

@@ -42,6 +42,7 @@ def update_settings(config: PPOConfig) -> UpdateSettings:
     policy = PolicyLossSettings(
         clip_eps=ppo.clip_eps,
         dual_clip=ppo.dual_clip,
+        importance_cap=ppo.importance_cap,
         entropy_coef=ppo.entropy_coef,
         log_entropy=ppo.log_entropy,
         kl_loss_coef=ppo.kl_loss_coef,

@@ -153,3 +153,27 @@ def test_no_clip_where_it_is_null(runs: Runs) -> None:
             assert row["score_clip_fraction"] > 0
             assert row["reward_mean"] <= 0.5
             assert row["score_max"] > 0.5
+
+
+def test_the_samplers_log_probs_are_those_of_the_training_passes(runs: Runs) -> None:
+    """In fp32 up to rounding, so that weights made of them change next to nothing; under every layout."""
+    plain, alone = runs("plain", 1), runs("sampler", 1, "rollout.logprobs=true", "rollout.batch_size=3")
+    weighted = runs("weighted", 2, TP2, "ppo.importance_cap=1.5")
+    gap = "rollout_logprob_gap_"
+    for row, without, other in zip(*(read_lines(f / "metrics.jsonl") for f in (alone, plain, weighted)), strict=True):
+        assert row.keys() - without.keys() == {f"{gap}mean", f"{gap}max", f"{gap}share"}
+        assert 0 < row[f"{gap}mean"] <= row[f"{gap}max"] < 1e-5
+        assert row[f"{gap}share"] == 0
+        assert other[f"{gap}max"] < 1e-5
+        assert other["importance_weight_mean"] == pytest.approx(1.0, abs=1e-5)
+        for name in ("policy_loss", "actor_grad_norm", "score_mean"):
+            assert other[name] == pytest.approx(without[name], rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.slow
+def test_the_gap_shows_what_fp8_does_to_the_sampler(runs: Runs) -> None:
+    """Scales of tensors that are cut otherwise round to other values; the weights are then not all 1."""
+    fp8 = ["precision.fp8=hybrid", "precision.fp8_emulation=true", "ppo.importance_cap=1.0001"]
+    row = read_lines(runs("fp8-gap", 1, *fp8) / "metrics.jsonl")[0]
+    assert row["rollout_logprob_gap_max"] > 1e-3
+    assert row["importance_weight_mean"] < 1.0

@@ -330,3 +330,26 @@ def test_diverging_pairwise_loss() -> None:
     assert terms.metrics["chosen_score"].result() == pytest.approx((2 + 4 + 1) / 3)
     assert terms.metrics["rejected_score"].result() == pytest.approx((1 + 4 + 5) / 3)
     assert terms.metrics["accuracy"].result() == pytest.approx(1 / 3)
+
+
+def test_truncated_weights_by_hand():
+    old = torch.tensor([[0.0, -1.0, -2.0, math.nan]])
+    rollout = torch.tensor([[0.0, -1.0 - math.log(1.5), -2.0 - math.log(3.0), math.nan]])
+    mask = torch.tensor([[True, True, True, False]])
+    weights = rl.truncated_weights(old, rollout, mask, 2.0)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 1.5, 2.0, 0.0]]))
+    # A sampler that was far too sure of a token: its weight is small, not cut.
+    torch.testing.assert_close(rl.truncated_weights(old, rollout + math.log(4.0), mask, 2.0)[0, 0], torch.tensor(0.25))
+
+
+def test_importance_weights_are_factors_of_the_loss_and_not_of_the_count():
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
+    old, advantages = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[1.0, -3.0, math.nan]])
+    mask, weights = torch.tensor([[True, True, False]]), torch.tensor([[2.0, 0.5, math.nan]])
+    terms = rl.policy_loss(logprobs, old, advantages, mask, clip_eps=0.2, importance_weights=weights)
+    assert terms.loss_sum.item() == pytest.approx(2.0 * -1.0 + 0.5 * 3.0)
+    assert float(terms.count) == 2
+    assert terms.metrics["importance_weight_mean"].result() == pytest.approx(1.25)
+    terms.loss_sum.backward()
+    # d(-A w r)/d logprob = -A w at r = 1
+    assert logprobs.grad.tolist() == [[-2.0, 1.5, 0.0]]
