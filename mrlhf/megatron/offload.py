@@ -41,6 +41,9 @@ class HostCopy:
 
     def offload(self) -> None:
         """Free the tensors' memory on the device; nothing may use them before `load`."""
+        if self._on_its_way:
+            # Nobody has asked for what `prefetch` brought.
+            self.load()
         if self._away:
             return
         for storage, device in _storages(self._kept()):

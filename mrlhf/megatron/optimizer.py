@@ -127,7 +127,8 @@ class Trainable:
 
     def zero_grad(self) -> None:
         """Clear gradients before a minibatch."""
-        self._states.load()
+        # The buffers have their memory from here on; moments may come while gradients are computed.
+        self._states.prefetch()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -46,7 +46,7 @@ from mrlhf.trainer.outputs import CHECKPOINTS, check_shared, resume_now
 from mrlhf.trainer.run_state import flat_keys, named_difference
 
 # What a resumed run may have otherwise: nothing that is computed depends on it.
-_FREE = ("trainer.", "checkpoint.", "launch.", "parallel.", "placement", "critic_ranks", "inference.")
+_FREE = ("trainer.", "checkpoint.", "launch.", "parallel.", "placement", "critic_ranks", "inference.", "offload.")
 
 
 class RunState(Protocol):

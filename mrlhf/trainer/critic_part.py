@@ -138,6 +138,7 @@ class CriticTrainer:
         if self.held_out is None or (done % trainer.eval_interval and done != trainer.iterations):
             return {}
         self.heartbeat.phase("evaluation")
+        self.offloading.before_evaluation()
         while (heard := self.answerer.listen()) is not None:
             self.answerer.answer(*heard)
         return share_metrics({})

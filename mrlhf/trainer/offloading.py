@@ -43,6 +43,11 @@ class Offloading:
         for model in self.frozen:
             model.prefetch()
 
+    def before_evaluation(self) -> None:
+        """Generation and passes without gradient; frozen models come when they are asked for, and stay."""
+        for model in self.trained:
+            model.trainable.offload()
+
     def before_train(self) -> None:
         """Frozen models go, optimizers come back while the first gradients are computed."""
         for model in self.frozen:

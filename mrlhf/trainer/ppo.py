@@ -210,6 +210,7 @@ class PPOTrainer:
             return {}
         display.phase("evaluation")
         self.heartbeat.phase("evaluation")
+        self.offloading.before_evaluation()
         evaluation = self.evaluator.run()
         if self.critic_ranks is not None:
             self.critic_ranks.no_more_questions()

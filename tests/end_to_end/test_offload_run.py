@@ -38,6 +38,7 @@ def _memory(config: PPOConfig) -> dict[str, Any]:
     """Bytes on the device of each kind of tensor, seen from inside the phases."""
     trainer: Any = build_trainer(config)
     seen: dict[str, dict[str, int]] = {}
+    trainable = trainer.actor.trainable
 
     def held(tensors: Any) -> int:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
@@ -48,7 +49,6 @@ def _memory(config: PPOConfig) -> dict[str, Any]:
             "reward": [p for c in trainer.scorer.models[0][0]._chunks for p in c.parameters()],
             "actor": [p for c in trainer.actor._chunks for p in c.parameters()],
         }
-        trainable = trainer.actor.trainable
         parameters["optimizer"] = [t for t in trainable._state_tensors() if isinstance(t, torch.Tensor)]
         parameters["gradients"] = trainable._gradient_buffers()
         seen.setdefault(phase, {name: held(tensors) for name, tensors in parameters.items()})
@@ -56,30 +56,50 @@ def _memory(config: PPOConfig) -> dict[str, Any]:
     generate, step = trainer.sampler.sample, trainer.updater.run
 
     def sample(*arguments: Any) -> Any:
-        look("rollout" if trainer.actor.trainable.optimizer_steps_seen else "first")
+        look("rollout" if trainable.optimizer_steps_seen else "first")
         return generate(*arguments)
 
-    trainer.actor.trainable.optimizer_steps_seen = 0
+    trainable.optimizer_steps_seen = 0
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         result = step(*arguments, **keywords)
         look("train")
-        trainer.actor.trainable.optimizer_steps_seen += 1
+        trainable.optimizer_steps_seen += 1
         return result
 
+    evaluate, zero_grad = trainer.evaluator.run, trainable.zero_grad
+    coming: list[bool] = []
+
+    def measure() -> Any:
+        look("evaluation")
+        return evaluate()
+
+    def clear() -> None:
+        zero_grad()
+        coming.append(trainable._states._on_its_way)
+
     trainer.sampler.sample, trainer.updater.run = sample, run
+    trainer.evaluator.run, trainable.zero_grad = measure, clear
     with open_display("off", 2, rank=1) as display:
         for iteration in range(2):
             trainer.iterate(iteration, display)
-    return seen
+            trainer.measure(iteration, display)
+    return {**seen, "coming": coming}
 
 
 def test_what_is_away_in_which_phase(tmp_path: Path) -> None:
     inputs = Runs(tmp_path).inputs
-    for seen in run_ranks(_memory, 2, make_config(inputs, tmp_path / "out", TP2, *OFFLOAD)):
+    evaluated = ("trainer.eval_interval=1", f"evaluation.prompts={inputs / 'prompts.jsonl'}")
+    for seen in run_ranks(_memory, 2, make_config(inputs, tmp_path / "out", TP2, *OFFLOAD, *evaluated)):
         rollout, train = seen["rollout"], seen["train"]
         assert [rollout[name] for name in ("reference", "reward", "optimizer", "gradients")] == [0, 0, 0, 0]
         assert [train[name] for name in ("reference", "reward")] == [0, 0]
         assert rollout["actor"] == train["actor"] > 0
         assert train["optimizer"] >= 2 * train["actor"]
         assert train["gradients"] >= train["actor"]
+        # Evaluations generate, too.
+        assert [seen["evaluation"][name] for name in ("optimizer", "gradients")] == [0, 0]
+        # The first gradients of an iteration are computed while moments are on their way; a step waits for them.
+        half = len(seen["coming"]) // 2
+        assert half > 1
+        assert seen["coming"] == ([True] + [False] * (half - 1)) * 2

@@ -26,6 +26,19 @@ def test_memory_is_free_in_between_and_the_content_is_back() -> None:
     assert base.data_ptr() == tensors[1].data_ptr() - 3 * 4
 
 
+def test_what_came_back_for_nothing_goes_again() -> None:
+    """A phase that was prepared for may not take place: the actor's updates while the critic warms up."""
+    tensor = torch.arange(4.0)
+    copy = HostCopy(lambda: [tensor])
+    for _ in range(2):
+        copy.offload()
+        copy.prefetch()
+    copy.offload()
+    assert (copy.bytes_away, tensor.untyped_storage().nbytes()) == (16, 0)
+    copy.load()
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_what_changes_is_copied_each_time_and_what_does_not_once() -> None:
     for constant in (False, True):
         tensor = torch.zeros(3)
