@@ -82,8 +82,8 @@ def run_loop(trainer: Looped, settings: OutputConfig, *, iterations: int, export
         checkpoints.message = display.message
         trainer.announce(display)
         profiler = Profiler(settings, config.output_dir / "profile", dist.get_rank(), display.message)
-        if missing := unreached(settings, first, iterations):
-            display.message(missing)
+        for warning in unreached(settings, first, iterations, dist.get_world_size()):
+            display.message(warning)
         for index in range(first, iterations):
             started, done = time.perf_counter(), index
             try:

@@ -126,14 +126,27 @@ class Profiler:
             (self.folder / f"{name}.json").write_text(json.dumps(phases, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             # A full disk is no reason to lose the run.
-            self.message(f"warning: the profile could not be written: {error}")
+            self.message(f"{table}\nwarning: the profile could not be written: {error}")
+            return
         self.message(f"{table}\nfor https://ui.perfetto.dev: {self.folder / name}.trace.json.gz")
 
 
-def unreached(settings: OutputConfig, first: int, iterations: int) -> str | None:
-    """A warning that names the iterations of `trainer.profile` that this run does not have; None if it has all."""
-    missing = [number for number in settings.profile if not first < number <= iterations]
-    if not missing:
-        return None
-    named = ", ".join(map(str, missing))
-    return f"warning: trainer.profile: no iteration {named} here, where iterations {first + 1} to {iterations} run"
+def unreached(settings: OutputConfig, first: int, iterations: int, world_size: int) -> list[str]:
+    """Warnings that name the iterations of `trainer.profile`, and the ranks, that this run does not have.
+
+    Args:
+        settings: of the run.
+        first: iterations that were done before.
+        iterations: of the whole run.
+        world_size: number of ranks.
+    """
+    if not settings.profile:
+        return []
+    found = []
+    if missing := [number for number in settings.profile if not first < number <= iterations]:
+        named = ", ".join(map(str, missing))
+        found.append(f"trainer.profile: no iteration {named} here, where iterations {first + 1} to {iterations} run")
+    if absent := [rank for rank in settings.profile_ranks if rank >= world_size]:
+        named = ", ".join(map(str, absent))
+        found.append(f"trainer.profile_ranks: no rank {named} here, the last one is {world_size - 1}")
+    return [f"warning: {text}" for text in found]

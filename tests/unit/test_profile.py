@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mrlhf.config_sections import OutputConfig
 from mrlhf.progress import open_display
-from mrlhf.trainer.profile import OTHER, OUTSIDE, kind_of, phase_table, phase_times, unreached
+from mrlhf.trainer.profile import OTHER, OUTSIDE, Profiler, kind_of, phase_table, phase_times, unreached
 from mrlhf.trainer.report import PhaseTimer
 
 
@@ -60,11 +61,23 @@ def test_the_time_of_a_phase_is_shared_out_by_kind_of_work() -> None:
     assert cells[-1] == f"{100 * asleep.kinds[OUTSIDE] / asleep.seconds:.0f}%"
 
 
-def test_iterations_that_are_not_there_are_named() -> None:
-    assert unreached(OutputConfig(profile=(3, 5)), 2, 5) is None
-    assert unreached(OutputConfig(profile=(2, 3, 9)), 2, 5) == (
-        "warning: trainer.profile: no iteration 2, 9 here, where iterations 3 to 5 run"
-    )
+def test_iterations_and_ranks_that_are_not_there_are_named() -> None:
+    assert unreached(OutputConfig(profile=(3, 5), profile_ranks=(0, 1)), 2, 5, 2) == []
+    assert unreached(OutputConfig(profile_ranks=(7,)), 2, 5, 2) == []
+    assert unreached(OutputConfig(profile=(2, 3, 9), profile_ranks=(1, 2, 8)), 2, 5, 2) == [
+        "warning: trainer.profile: no iteration 2, 9 here, where iterations 3 to 5 run",
+        "warning: trainer.profile_ranks: no rank 2, 8 here, the last one is 1",
+    ]
+
+
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    messages: list[str] = []
+    with Profiler(OutputConfig(profile=(1,)), tmp_path / "file", 0, messages.append).iteration(1):
+        torch.ones(2) + 1
+    assert len(messages) == 1
+    assert "the profile could not be written" in messages[0]
+    assert "perfetto" not in messages[0]
 
 
 def test_one_number_is_enough() -> None:
