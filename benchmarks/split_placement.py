@@ -82,7 +82,9 @@ def run(folder: Path, placement: str) -> dict[str, Any]:
     target.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, "--worker", str(target)], check=True, env=environment, stderr=subprocess.DEVNULL)
+    ended = subprocess.run([*command, "--worker", str(target)], env=environment, stderr=subprocess.PIPE, text=True)
+    if ended.returncode:
+        raise SystemExit(f"{ended.stderr}\nthe {placement} run has failed")
     found: dict[str, Any] = json.loads((target / "found.json").read_text())
     return found
 

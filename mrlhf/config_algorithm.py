@@ -29,7 +29,9 @@ class PPOAlgorithmConfig(Section):
         None, description="tokens of one forward and backward pass, padding included, instead of a number of rows"
     )
     packing: bool = Field(
-        False, description="lay the rows of a micro-batch one after the other without padding; changes speed only"
+        False,
+        description="lay the rows of a micro-batch one after the other without padding; changes speed only, and what "
+        "actor.moe_aux_loss_coef balances",
     )
     shuffle: bool = Field(True, description="a new order of the rows in every epoch")
     kl_coef: NonNegativeFloat = Field(

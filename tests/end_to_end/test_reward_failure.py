@@ -72,9 +72,10 @@ def test_the_rank_of_the_critic_fails(inputs: Path, tmp_path: Path) -> None:
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
-def test_a_failure_in_an_evaluation(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["colocated", pytest.param("split", marks=pytest.mark.slow)])
+def test_a_failure_in_an_evaluation(inputs: Path, tmp_path: Path, placement: str) -> None:
     """The iteration before it counts: its metrics are written, and the run goes on with the next one."""
-    overrides = ("trainer.eval_interval=2", f"evaluation.prompts={inputs / 'prompts.jsonl'}")
+    overrides = ("trainer.eval_interval=2", f"evaluation.prompts={inputs / 'prompts.jsonl'}", f"placement={placement}")
     assert run_ranks(failing, 2, inputs, tmp_path, overrides, 4) == [[2], [2]]
     ours, theirs = (rows(tmp_path / name)["metrics.jsonl"] for name in ("parts", "whole"))
     assert [row["step"] for row in ours] == [0, 1, 2]
