@@ -53,8 +53,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """``F.linear``, in the form that suits the few rows of a decoding step on a CPU.
 
     BLAS copies the weight into its own order before it multiplies, which for a few rows takes longer than to multiply.
-    With up to 8 rows as the columns of the result it reads the weight as it is (up to twice as fast by itself, a tenth of
-    a whole rollout). With some more, a large weight is taken in tiles, whose copy stays in the cache (up to a third
+    With up to 8 rows as the columns of the result it reads the weight as it is (up to twice as fast by itself, a tenth
+    of a whole rollout). With some more, a large weight is taken in tiles, whose copy stays in the cache (up to a third
     faster by itself, the same bits).
 
     Args:
