@@ -134,11 +134,6 @@ def environment_problems(
 
 def model_problems(fp8: Fp8, role: str, model: ModelConfig, sizes: ParallelSizes) -> list[str]:
     """Why the layers of ``model`` cannot be in FP8 under ``sizes``; the vocabulary is not in FP8, any size will do."""
-    if fp8.emulated and model.num_experts is not None:
-        return [
-            f"{role}: precision.fp8_emulation knows dense layers only, and this model is a mixture of experts; leave "
-            "it out of precision.fp8_roles, or set precision.fp8=null"
-        ]
     return layer_problems(
         role, model, sizes, recipe=fp8.recipe, bf16_ends=fp8.first_last_layers_bf16, emulated=fp8.emulated
     )

@@ -63,5 +63,6 @@ def read_share(role: Role, tokens: float) -> float:
     model, ranks = role.model, role.sizes.expert_block
     if not model.num_experts:
         return 1.0
-    choices = tokens / role.sequence_split * ranks * model.num_experts_per_token
-    return float(1.0 - (1.0 - 1.0 / model.num_experts) ** choices)
+    # The experts of one token are different ones.
+    missed = 1.0 - model.num_experts_per_token / model.num_experts
+    return float(1.0 - missed ** (tokens / role.sequence_split * ranks))

@@ -16,7 +16,7 @@ from mrlhf.planner import ParallelSizes
 from mrlhf.planning.job import Role
 
 MATRICES = 4
-"""Linear layers of a layer, each with one weight: query-key-value, projection, gate and up, down."""
+"""Linear layers of a dense layer, each with one weight: query-key-value, projection, gate and up, down."""
 _FORWARD_SCALES, _BACKWARD_SCALES = 3, 2
 """Delayed: tensors of a linear layer with a scale and a history (input, weight, output; gradients of both ends)."""
 
@@ -42,18 +42,46 @@ class AmaxReductions:
 
 def weight_bytes(role: Role, stage: int) -> int:
     """Bytes of FP8 weights and their scales on a pipeline rank; delayed: of the histories of all tensors too."""
-    layers, matrices = role.fp8_layers(stage), role.stages[stage].layer.held
+    held = elements(role, stage)
     copies = 2 if role.trained else 1
     if role.fp8_recipe == "mxfp8":
         # A scale of one byte for 32 elements, in each direction.
-        return layers * copies * (matrices + matrices // 32)
+        return copies * (held + held // 32)
     if role.fp8_recipe == "blockwise":
         # An fp32 scale for each block of 128 x 128.
-        return layers * copies * (matrices + 4 * (matrices // 128**2))
-    scales = 4 * MATRICES
+        return copies * (held + 4 * (held // 128**2))
+    scales = 4 * _matrices(role, stage)
     if role.fp8_recipe == "delayed":
-        scales = 4 * MATRICES * (_FORWARD_SCALES + _BACKWARD_SCALES) * (1 + role.fp8_history)
-    return layers * (copies * matrices + scales)
+        scales *= (_FORWARD_SCALES + _BACKWARD_SCALES) * (1 + role.fp8_history)
+    return copies * held + scales
+
+
+def elements(role: Role, stage: int, *, read: float = 1.0) -> int:
+    """Elements of the FP8 layers' matrices on a pipeline rank; of the experts the share ``read``."""
+    mixtures, dense = _layers(role, stage)
+    parts = role.stages[stage]
+    idle = int(parts.layer.experts * (1 - read))
+    return mixtures * (parts.layer.held - idle) + dense * (parts.dense_layer or parts.layer).held
+
+
+def _layers(role: Role, stage: int) -> tuple[int, int]:
+    """FP8 layers of a pipeline rank: mixtures of experts, and dense ones."""
+    layers = role.fp8_layers(stage)
+    mixtures = min(role.stages[stage].moe_layers, layers)
+    return mixtures, layers - mixtures
+
+
+def _matrices(role: Role, stage: int) -> int:
+    """Weights of the FP8 layers of a pipeline rank: those of the attention, and two of each expert."""
+    mixtures, dense = _layers(role, stage)
+    of_rank = (role.model.num_experts or 0) // role.sizes.expert_model_parallel_size
+    return MATRICES * dense + (2 + 2 * of_rank) * mixtures
+
+
+def _gathered(role: Role, stage: int) -> int:
+    """Products of a pipeline rank whose input sequence parallelism gathers: experts get their tokens otherwise."""
+    mixtures, dense = _layers(role, stage)
+    return mixtures + 2 * dense
 
 
 def amax_reductions(role: Role, stage: int) -> AmaxReductions | None:
@@ -69,12 +97,13 @@ def amax_reductions(role: Role, stage: int) -> AmaxReductions | None:
     if not layers:
         return None
     if role.fp8_recipe == "tensorwise" and role.sequence_split > 1:
-        forward = 2 * layers
+        forward = _gathered(role, stage)
         return AmaxReductions("tp", t, forward, forward * (2 + role.recompute) if role.trained else 0, 4)
     ranks = t * role.sizes.context_parallel_size
     if role.fp8_recipe == "delayed" and role.trained and ranks > 1:
         group = "tp_cp" if role.sizes.context_parallel_size > 1 else "tp"
-        return AmaxReductions(group, ranks, 0, 2 * role.sizes.virtual_stages, 4 * _FORWARD_SCALES * MATRICES * layers)
+        size = 4 * _FORWARD_SCALES * _matrices(role, stage)
+        return AmaxReductions(group, ranks, 0, 2 * role.sizes.virtual_stages, size)
     return None
 
 
@@ -87,13 +116,18 @@ def gathers_saved(role: Role, stage: int, element_bytes: int, *, backward: bool)
     if role.sequence_split == 1:
         return 0.0
     passes = 1 + 2 * backward + (backward and role.recompute)
-    return 2.0 * passes * role.fp8_layers(stage) * (element_bytes - 1) / element_bytes
+    return float(passes * _gathered(role, stage)) * (element_bytes - 1) / element_bytes
 
 
 def layer_problems(
     role: str, model: ModelConfig, sizes: ParallelSizes, *, recipe: Fp8Recipe, bf16_ends: int, emulated: bool
 ) -> list[str]:
     """Why the layers of ``model`` cannot be in FP8 under ``sizes``; the vocabulary is not in FP8, any size will do."""
+    if emulated and model.num_experts is not None:
+        return [
+            f"{role}: precision.fp8_emulation knows dense layers only, and this model is a mixture of experts; leave "
+            "it out of precision.fp8_roles, or set precision.fp8=null"
+        ]
     problems = []
     layers, per_stage = model.num_layers, model.num_layers // sizes.pipeline_model_parallel_size
     if bf16_ends and 2 * bf16_ends >= layers:
@@ -112,8 +146,13 @@ def layer_problems(
         "hidden_size": model.hidden_size,
         "attention heads x head_dim / TP": model.num_attention_heads * model.head_dim // tp,
         "key-value heads x head_dim / TP": max(model.num_query_groups // tp, 1) * model.head_dim,
-        "ffn_hidden_size / TP": model.ffn_hidden_size // tp,
     }
+    if model.moe_layers < model.num_layers:
+        widths["ffn_hidden_size / TP"] = model.ffn_hidden_size // tp
+    if model.moe_layers:
+        widths["columns of an expert / ETP"] = (
+            model.moe_ffn_hidden_size or model.ffn_hidden_size
+        ) // sizes.expert_tensor_size
     problems += [
         f"{role}: {name} is {width}, and FP8 products ({recipe}) take multiples of {multiple}; "
         "use a smaller TP, or leave this model out of precision.fp8_roles"

@@ -147,6 +147,9 @@ def _chains(question: Question) -> Iterator[list[Change]]:
         yield [Change({"ppo.ema_decay": None})]
     more = {distributed: True} if question.get(distributed) is False else {}
     yield [Change(more, world * k) for k in (2, 4, 8)]
+    if any(model.num_experts for model in question.models.values()):
+        ep = sizes.expert_model_parallel_size
+        yield [Change({EXPERTS: ep * k, **more}, world * k) for k in (2, 4, 8, 16)]
     yield [
         Change({**_layout(t, p * k, question), **more}, world * k)
         for k in (2, 4, 8, 16)
@@ -165,6 +168,9 @@ def _layout(t: int, p: int, question: Question) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if t != parallel.tensor_model_parallel_size:
         values["parallel.tensor_model_parallel_size"] = t
+        if any(model.num_experts for model in question.models.values()) and not parallel.sequence_parallel:
+            # Mixtures of experts have no tensor parallelism without it.
+            values["parallel.sequence_parallel"] = True
     if p != parallel.pipeline_model_parallel_size:
         values["parallel.pipeline_model_parallel_size"] = p
         for key in (

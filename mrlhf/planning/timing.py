@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from mrlhf.planning import experts, flops
+from mrlhf.planning import experts, flops, fp8
 from mrlhf.planning.hardware import Efficiency, Hardware
 from mrlhf.planning.job import Job, Role, Rollout, Rows
 from mrlhf.planning.memory import PREFILL_TOKENS, checkpoint_bytes
@@ -129,9 +129,9 @@ class Clock:
         stage, job = role.stages[index], self.job
         t, e = role.sizes.tensor_model_parallel_size, job.element_bytes
         # The embedding is looked up, not read. FP8 layers read their copies of one byte.
-        idle = stage.experts * (1 - experts.read_share(role, active))
-        weights = (stage.layers_total - idle + stage.output) * e
-        weights -= role.fp8_layers(index) * stage.layer.held * (e - 1)
+        share = experts.read_share(role, active)
+        weights = (stage.layers_total - stage.experts * (1 - share) + stage.output) * e
+        weights -= fp8.elements(role, index, read=share) * (e - 1)
         context = rollout.mean_prompt + steps / 2
         keys = 2 * stage.layers * max(role.model.num_query_groups // t, 1) * role.model.head_dim * e * active * context
         reading = (weights + keys) / (self.hardware.bandwidth * self.efficiency.bandwidth)
@@ -170,12 +170,13 @@ class Clock:
     def _step(self, role: Role) -> Seconds:
         stages = role.stages
         index = max(range(len(stages)), key=lambda i: stages[i].total)
-        count, e = stages[index].total, self.job.element_bytes
-        sizes = role.sizes
-        share = sizes.data_parallel_size * sizes.context_parallel_size if self.job.distributed_optimizer else 1
+        e = self.job.element_bytes
         # The gradient is read for its norm, for clipping (and written) and for the step; moments and fp32 copy are
         # read and written, the weight is written.
-        touched = count * 8 + count / share * (4 + 16 + (8 if e < 4 else 0) + e)
+        touched = 0.0
+        for count, replicas in role.replicas(index):
+            share = replicas if self.job.distributed_optimizer else 1
+            touched += count * 8 + count / share * (4 + 16 + (8 if e < 4 else 0) + e)
         reading = touched / (self.hardware.bandwidth * self.efficiency.bandwidth)
         return self._communication(role, step_traffic(self.job, role, index)) + Seconds(other=reading)
 
