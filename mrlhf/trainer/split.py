@@ -139,7 +139,7 @@ class Answerer:
             scorer: gives scores.
             cut: makes the micro-batches of inference.
             prompt: by group id, and whether it is one of an evaluation; needed for reward functions.
-            semantics: of the masks.
+            semantics: of the masks of training rows.
             device: where batches live.
             working: entered while this rank computes, and does not wait for the others.
         """
@@ -161,7 +161,8 @@ class Answerer:
         """
         each = question.samples_per_prompt
         groups = even_share(whole.size // each, dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group))
-        whole = add_masks(whole, self.semantics, question.response_width)
+        # Evaluations are always in standard semantics, see `mrlhf.trainer.evaluation`.
+        whole = add_masks(whole, "standard" if question.held_out else self.semantics, question.response_width)
         mine = whole.select(slice(groups.start * each, groups.stop * each))
         values = None
         try:

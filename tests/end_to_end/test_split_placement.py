@@ -34,7 +34,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("trainer.eval_interval=2", "evaluation.samples_per_prompt=2", "evaluation.temperature=1.0"),
         *("evaluation.max_prompts=3", "trainer.export=true", "optimizer.critic.lr_schedule=cosine"),
     ),
-    "deepspeed_chat": ("semantics=deepspeed_chat", "trainer.export=true", "trainer.export_interval=1"),
+    "deepspeed_chat": (
+        *("semantics=deepspeed_chat", "trainer.export=true", "trainer.export_interval=1"),
+        *("trainer.eval_interval=2", "evaluation.max_prompts=3"),
+    ),
     # No critic: the ranks of their own have the reward model.
     "grpo": (
         *("ppo.advantage=grpo", "rollout.samples_per_prompt=2", "rollout.prompts_per_iteration=4"),
@@ -55,8 +58,8 @@ def _all_runs(inputs: Path, root: Path, names: list[str], overrides: tuple[str, 
     """Whether this rank had the critic, for each run."""
     kinds = []
     for name in names:
-        files = (f"evaluation.prompts={inputs / 'prompts.jsonl'}", f"ptx.path={inputs / 'texts.jsonl'}")
-        given = [*RUNS[name], *EPS, *(files if name == "everything" else ()), *overrides]
+        texts = [f"ptx.path={inputs / 'texts.jsonl'}"] if name == "everything" else []
+        given = [*RUNS[name], *EPS, f"evaluation.prompts={inputs / 'prompts.jsonl'}", *texts, *overrides]
         trainer = tiny_run.train(tiny_run.make_config(inputs, root / name, *given))
         kinds.append(isinstance(trainer, CriticTrainer))
     return kinds
