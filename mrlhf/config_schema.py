@@ -284,7 +284,9 @@ class PPOConfig(RunConfig):
     def critic_ranks_of(self, world_size: int) -> range:
         """The ranks of those models: the last ones of the world; none where all are ``colocated``."""
         roles = self.on_critic_ranks
-        replica = math.lcm(*(self.parallel_of(role).sizes(1).model_parallel_size for role in roles))
+        sizes = [self.parallel_of(role).sizes(1) for role in roles]
+        # Replicas that share experts come together.
+        replica = math.lcm(*(each.model_parallel_size * each.joined_replicas for each in sizes))
         count = (self.critic_ranks or replica) if roles else 0
         return range(max(world_size - count, 0), world_size)
 

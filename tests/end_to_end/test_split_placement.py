@@ -313,6 +313,22 @@ def test_settings_that_say_nothing(inputs: Path, tmp_path: Path, overrides: tupl
 
 
 @pytest.mark.parametrize(
+    ("critic", "count"),
+    [
+        ("{}", 1),
+        ("{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}", 4),
+        # As many as hold all experts once.
+        ("{expert_model_parallel_size: 4}", 4),
+        ("{tensor_model_parallel_size: 2, sequence_parallel: true, expert_model_parallel_size: 2}", 4),
+    ],
+)
+def test_ranks_without_a_number(inputs: Path, tmp_path: Path, critic: str, count: int) -> None:
+    config = tiny_run.make_config(inputs, tmp_path, SPLIT, f"critic.parallel={critic}")
+    assert config.critic_ranks_of(16) == range(16 - count, 16)
+    assert config.smallest_world == 1 + count
+
+
+@pytest.mark.parametrize(
     ("world", "overrides", "words"),
     [
         (1, (SPLIT,), "one replica of critic and reward models: 1 of 1 ranks leave none for actor and reference; "
