@@ -19,8 +19,7 @@ def expert_problems(role: str, model: ModelConfig, sizes: ParallelSizes) -> list
         given = f"EP {ep}" if ep > 1 else f"ETP {etp}"
         return [
             f"{role}: a dense model has no experts to share over {given}; set expert_model_parallel_size to 1 and "
-            "leave expert_tensor_parallel_size out, or give the model a layout of its own without them"
-            f"{_own_layout(role)}"
+            f"leave expert_tensor_parallel_size out{_own_layout(role)}"
         ]
     problems = []
     if model.num_experts % ep:
@@ -48,9 +47,14 @@ def expert_problems(role: str, model: ModelConfig, sizes: ParallelSizes) -> list
 
 
 def _own_layout(role: str) -> str:
+    """The other way out, for roles that can have a layout of their own."""
     if role == "critic":
-        return " (critic.parallel)"
-    return f" (reward.sources[{role.removeprefix('reward') or 0}].parallel)" if role.startswith("reward") else ""
+        key = "critic.parallel"
+    elif role.startswith("reward"):
+        key = f"reward.sources[{role.removeprefix('reward') or 0}].parallel"
+    else:
+        return ""
+    return f", or give the model a layout of its own without them ({key})"
 
 
 def some_divisors(value: int, limit: int = 12) -> str:

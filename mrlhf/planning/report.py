@@ -67,7 +67,10 @@ def duration(seconds: float) -> str:
         return "0"
     if seconds >= 0.1:
         return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.2g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2g} us"
+    if seconds >= 0.00995:
+        # Two digits of more would be written with an exponent.
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds * 1e3:.2g} ms" if seconds >= 0.995e-4 else f"{seconds * 1e6:.2g} us"
 
 
 def _headline(plan: dict[str, Any], console: Console) -> None:

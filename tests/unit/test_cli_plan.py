@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mrlhf.cli import app
+from mrlhf.planning.report import duration
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/configs/ppo_70b.yaml"
@@ -71,6 +72,15 @@ def test_json_holds_every_number_of_the_text() -> None:
     for number in re.findall(r"\d{1,3}(?:,\d{3})+", text):
         if number not in ("2,039", "1,978"):
             assert any(round(each) == int(number.replace(",", "")) for each in known), number
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (57.62, "57.6 s"), (0.0999, "100 ms"), (0.0123, "12 ms"), (0.00996, "10 ms"), (0.0012, "1.2 ms"),
+     (0.0000997, "0.1 ms"), (0.000012, "12 us")],
+)  # fmt: skip
+def test_durations_are_written_without_exponents(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_what_does_not_fit_exits_with_3_and_names_changes() -> None:

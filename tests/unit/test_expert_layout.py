@@ -59,6 +59,9 @@ def test_a_dense_role_is_told_where_its_own_layout_is_set() -> None:
     (problem,) = size_problems(sizes(2, 2), {"actor": MOE, "critic": DENSE})
     assert "critic: a dense model" in problem
     assert "(critic.parallel)" in problem
+    (problem,) = size_problems(sizes(2, 2), {"actor": MOE, "reference": DENSE})
+    assert "reference: a dense model" in problem
+    assert "layout of its own" not in problem  # it shares the actor's
     (problem,) = size_problems(sizes(2, 2), {"actor": MOE, "reward1": DENSE})
     assert "reward1: a dense model" in problem
     assert "(reward.sources[1].parallel)" in problem
