@@ -116,6 +116,21 @@ def test_steps_are_those_of_one_process(
         torch.testing.assert_close(results[0]["weights"][name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_stage_without_experts(run_ranks: Any, tmp_path: Path, distributed: bool) -> None:
+    """Its optimizer of experts has nothing to do, and its ranks must follow the others all the same."""
+    path = write_moe(tmp_path / "model", "qwen3_moe", seed=3, mlp_only_layers=[0, 1])
+    expected = reference_run(path, "qwen3_moe")
+    layout = Layout(4, EP2 | PP2, distributed=distributed)
+    results = run_ranks(train, layout.world, path, layout, tmp_path / "out")
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(results[0]["weights"][name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
 def half(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     """The first step that is not skipped for its loss scale: loss, norm, skipped ones, kinds of numbers."""
     from mrlhf.megatron.optimizer import Trainable

@@ -14,6 +14,7 @@ from tests.distributed.hf_tools import assert_same_tensors, edit_copy, load_mess
 from tests.distributed.megatron_tools import PP2, Batch, Layout, Reference, build, make_rows, micro_batches, request
 from tests.distributed.moe_tools import EP2, EP4, ETP1, FAMILIES, TP2SP, write_moe
 
+CP2 = {"context_parallel_size": 2}
 PROMPTS = [[5, 9, 33], [7], [12, 80, 4, 4, 19, 40], [61, 62], [3, 17, 90, 21]]
 LAYOUTS = {
     "ep2": Layout(2, EP2),
@@ -56,6 +57,9 @@ def everything(path: Path, layout: Layout, out: Path) -> dict[str, Any]:
     wanted = numbered[:4] if dp == 0 else numbered[4:] if dp == 1 else []
     requests = [GenerationRequest(number, prompt, 3 + 2 * number) for number, prompt in wanted]
     made = engine.generate(requests, SamplingParams(temperature=0.0), stop_ids=[], seed=0, step=0)
+    # Then the first replica has all prompts, and nobody else any.
+    requests = [GenerationRequest(number, prompt, 3) for number, prompt in (numbered if dp == 0 else [])]
+    alone = engine.generate(requests, SamplingParams(temperature=0.0), stop_ids=[], seed=0, step=0)
     export_hf(chunks, config, out / "hf", source_folder=path, groups=groups)
     if dist.get_rank() == 0:
         (out / "weights").mkdir()
@@ -66,7 +70,12 @@ def everything(path: Path, layout: Layout, out: Path) -> dict[str, Any]:
             parameter.data.fill_(float("nan"))
     load_sharded_weights(chunks, out / "weights", groups=groups, vocab_size=config.vocab_size)
     export_hf(chunks, config, out / "again", source_folder=path, groups=groups)
-    return {"logprobs": outputs, "texts": {g.sample_id: g.tokens for g in made}, "dp": dp}
+    return {
+        "logprobs": outputs,
+        "texts": {g.sample_id: g.tokens for g in made},
+        "alone": [g.tokens for g in alone],
+        "dp": dp,
+    }
 
 
 def other_layout(path: Path, folder: Path, sizes: dict[str, Any], out: Path) -> None:
@@ -112,6 +121,8 @@ def test_logprobs_generation_and_folders(run_ranks: Any, paths: Any, tmp_path: P
     for result in results:
         found |= result["texts"]
     assert found == texts
+    for result in results:
+        assert result["alone"] == ([texts[i][:3] for i in range(len(PROMPTS))] if result["dp"] == 0 else [])
     assert_same_tensors(tmp_path / "hf", path)
     assert_same_tensors(tmp_path / "again", path)
     run_ranks(other_layout, 1, path, tmp_path / "weights", {}, tmp_path / "alone")
@@ -158,10 +169,17 @@ def switch_loss(path: Path) -> tuple[float, float]:
     return sum(losses) / len(losses), float(torch.stack([g.norm() for g in grads]).norm())
 
 
-def test_the_load_balancing_loss_is_that_of_switch_transformers(run_ranks: Any, paths: Any) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (Layout(1), Layout(2, EP2)),
+        pytest.param((Layout(2, TP2SP | EP2 | ETP1), Layout(2, PP2), Layout(4, EP2 | CP2)), marks=pytest.mark.slow),
+    ],
+)
+def test_the_load_balancing_loss_is_that_of_switch_transformers(run_ranks: Any, paths: Any, layouts: Any) -> None:
     value, norm = switch_loss(paths["mixtral"])
     assert value > 1.01
-    for layout in (Layout(1), Layout(2, EP2)):
+    for layout in layouts:
         for result in run_ranks(balance, layout.world, paths["mixtral"], layout.sizes):
             assert result == (pytest.approx(value, rel=1e-5), pytest.approx(norm, rel=1e-4), 0.0)
 

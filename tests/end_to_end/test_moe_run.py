@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true
 TOKENS = ("ppo.micro_batch_tokens=60", "inference.micro_batch_tokens=70")
 BALANCED = ("ppo.ema_decay=0.9", "actor.moe_aux_loss_coef=0.01")
 ONE = "ppo.micro_batch_size=1"
+METRICS = "metrics.jsonl"
 LAYOUTS = {
     # Three prompts at once of four, and micro-batches by tokens: replicas have different numbers of passes.
     "ep2": (2, [*EP2, "optimizer.distributed=true", "rollout.batch_size=3", *TOKENS]),
@@ -73,6 +75,45 @@ def test_the_layout_changes_nothing(inputs: Path, alone: Path, layout: str) -> N
     for name, tensor in theirs.items():
         # Adam moves an entry of a tiny gradient by the sign of its rounding error.
         assert float((ours[name] - tensor).abs().mean()) < 2e-5, name
+
+
+def run_all(inputs: Path, output: Path, *overrides: str) -> None:
+    """Actor, critic, reference and reward model are mixtures of experts; there is one held-out prompt."""
+    train(
+        make_config(
+            inputs,
+            output,
+            f"actor.path={inputs / 'moe'}",
+            f"reward.sources=[{{kind: model, path: '{inputs / 'moe_reward'}'}}]",
+            f"evaluation.prompts={inputs / 'one.jsonl'}",
+            "trainer.eval_interval=1",
+            "rollout.max_response_length=9",
+            *overrides,
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("semantics", ["deepspeed_chat", "standard"])
+def test_all_models_are_mixtures_of_experts(inputs: Path, tmp_path: Path, semantics: str) -> None:
+    """One replica has no held-out prompt; packed micro-batches of tokens are not equally many."""
+    write_moe(inputs / "moe_reward", "mixtral", seed=6, classifier=True, initializer_range=0.1)
+    (inputs / "one.jsonl").write_text(json.dumps({"prompt": "tea"}) + "\n")
+    shared = [f"semantics={semantics}", ONE]
+    uneven: list[str] = []
+    if semantics == "deepspeed_chat":
+        shared += ["ppo.ds_group_size=2", "ppo.log_entropy=false", "ppo.epochs=1"]
+    else:
+        uneven = [*TOKENS, "ppo.packing=true", "inference.packing=true"]
+    run_ranks(run_all, 1, inputs, tmp_path / "one", *shared)
+    run_ranks(run_all, 2, inputs, tmp_path / "ep2", *shared, *EP2, *uneven)
+    for name in ("one", "ep2"):
+        # Of one prompt there is no standard error.
+        read = read_lines(tmp_path / name / METRICS)
+        rows = [{k: v for k, v in row.items() if isinstance(v, int | float)} for row in read]
+        assert all("eval/score_mean" in row for row in rows)
+        (tmp_path / name / METRICS).write_text("\n".join(map(json.dumps, rows)))
+    _assert_same_run(tmp_path / "ep2", tmp_path / "one")
 
 
 def resumed(inputs: Path, root: Path, *overrides: str) -> None:
