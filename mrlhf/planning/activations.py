@@ -169,7 +169,9 @@ def _training(
     kept = chunks * (stage.layers * residual if role.recompute else whole) // virtual
     working = backward_work(job, role, rows.tokens)
     if role.recompute:
-        working += one
+        # The layer that is computed again, the larger kind where there are two.
+        dense = layer_kept(job, role, rows) if stage.moe_layers < stage.layers else 0
+        working += max(one, dense)
     if role.sizes.pipeline_model_parallel_size > 1:
         working += 2 * residual
     head = 0

@@ -11,7 +11,7 @@ from mrlhf.checkpoint.hf_config import read_model_config
 from mrlhf.config import load_config
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes
-from mrlhf.planning import experts, flops, fp8
+from mrlhf.planning import activations, experts, flops, fp8
 from mrlhf.planning.hardware import HARDWARE, Efficiency, Hardware
 from mrlhf.planning.job import Job, Role, Rollout, Rows
 from mrlhf.planning.memory import distinct_parameters, persistent
@@ -71,6 +71,16 @@ def test_dense_layers_among_mixtures() -> None:
     assert second.layers_total == 192 + 3 * 8 * 10 + 16
     assert second.matrices == 192 + 240
     assert model_parameters(SMALL) - model_parameters(mixed) == 32 + 4 * 144 - 240
+
+
+def test_the_larger_kind_of_layer_is_computed_again() -> None:
+    wide = replace(role(1, replace(SMALL, dense_layers=(1,), ffn_hidden_size=1000)), recompute=True)
+    narrow = replace(role(1, replace(SMALL, dense_layers=(1,), ffn_hidden_size=1)), recompute=True)
+    dense, mixture = (activations.layer_kept(job(wide), wide, ROWS, moe=moe) for moe in (False, True))
+    assert dense > mixture > activations.layer_kept(job(narrow), narrow, ROWS)
+    for each, kept in ((wide, dense), (narrow, mixture)):
+        plain = activations.training(job(each), replace(each, recompute=False), 0)
+        assert activations.training(job(each), each, 0).working == plain.working + kept
 
 
 def test_the_optimizer_of_experts_has_fewer_replicas() -> None:
