@@ -252,6 +252,14 @@ class RolloutBatch:
         ids: list[int] = self.tokens[row, start : start + int(self.response_lengths[row])].tolist()
         return ids
 
+    def sampled_logprobs(self, row: int) -> list[float] | None:
+        """``rollout_logprobs`` of one row's response; None where they were not kept."""
+        if self.rollout_logprobs is None:
+            return None
+        start = int(self.prompt_lengths[row]) - 1
+        found: list[float] = self.rollout_logprobs[row, start : start + int(self.response_lengths[row])].tolist()
+        return found
+
     def tensors(self) -> dict[str, Tensor]:
         """All fields that are present, by name."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}

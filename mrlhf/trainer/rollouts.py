@@ -94,9 +94,8 @@ class Sampler:
             with_logprobs=self.with_logprobs,
         )
         responses = [counted_response(g.tokens, self.semantics, self.pad_id, self.stop_ids) for g in made]
-        batch = self.to_batch(samples, responses, [g.truncated for g in made])
-        if self.with_logprobs:
-            batch = batch.replace(rollout_logprobs=_in_label_frame([g.logprobs or [] for g in made], batch))
+        logprobs = [g.logprobs or [] for g in made] if self.with_logprobs else None
+        batch = self.to_batch(samples, responses, [g.truncated for g in made], logprobs)
         width, longest = self._over_ranks(
             max((len(g.tokens) for g in made), default=0), max(map(len, responses), default=0)
         )
@@ -112,10 +111,16 @@ class Sampler:
         return rollout
 
     def to_batch(
-        self, samples: Sequence[Sample], responses: Sequence[list[int]], truncated: Sequence[bool]
+        self,
+        samples: Sequence[Sample],
+        responses: Sequence[list[int]],
+        truncated: Sequence[bool],
+        logprobs: Sequence[Sequence[float]] | None = None,
     ) -> RolloutBatch:
-        """Rows of samples and what was answered to them."""
+        """Rows of samples and what was answered to them; ``logprobs`` are the sampler's, of at least these tokens."""
         batch = answered(samples, responses, truncated, pad_id=self.pad_id, pad_to_multiple=self.pad_to_multiple)
+        if logprobs is not None:
+            batch = batch.replace(rollout_logprobs=_in_label_frame(logprobs, batch))
         return batch.to(self.device)
 
     def _over_ranks(self, *values: int) -> list[int]:

@@ -87,6 +87,7 @@ class PPORunState:
                 "group": sample.group_id,
                 "response": batch.response(row),
                 "truncated": bool(batch.truncated[row]),
+                "logprobs": batch.sampled_logprobs(row),
             }
             for row, sample in enumerate(samples)
         ]
@@ -99,7 +100,11 @@ class PPORunState:
         rows = saved["rows"][trainer.job.dp_rank * share : (trainer.job.dp_rank + 1) * share]
         samples = [Sample(row["sample"], row["group"], trainer.stream.prompt(row["group"])) for row in rows]
         responses, truncated = [row["response"] for row in rows], [row["truncated"] for row in rows]
-        batch = trainer.sampler.to_batch(samples, responses, truncated)
+        logprobs = [row.get("logprobs") for row in rows] if trainer.sampler.with_logprobs else None
+        if logprobs is not None and None in logprobs:
+            # Saved by a run that did not keep them: as if there had been no rollout before.
+            return
+        batch = trainer.sampler.to_batch(samples, responses, truncated, logprobs)
         trainer.sampler.previous = (batch, saved["width"], samples)
 
 

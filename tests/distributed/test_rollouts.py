@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.config_schema import PPOConfig
-from mrlhf.data.prompts import Prompt, Sample
+from mrlhf.data.prompts import Prompt, Sample, shard
 from mrlhf.errors import MrlhfError
 from mrlhf.roles.micro_batches import Cut
 from mrlhf.trainer.experience import ShapingSettings, add_advantages, add_masks, whiten_over_ranks
 from mrlhf.trainer.ppo import PPOTrainer, build_trainer
+from mrlhf.trainer.run_state import PPORunState
 from mrlhf.trainer.running import RunningMoments
 from mrlhf.types import RolloutBatch
 from tests.tiny_run import make_config, make_inputs
@@ -262,6 +264,35 @@ def test_end_ids_in_both_semantics(run_ranks: Run, config: Any) -> None:
     for row, prompt in enumerate(prompt_lengths):
         assert rewards[row, prompt - 1] == 1.0
         assert int((rewards[row] != 0).sum()) == 1
+
+
+def _kept_rollout(config: PPOConfig) -> dict[str, Any]:
+    """The last rollout after a save and a load, for a run that keeps the sampler's log-probs and one that does not."""
+    trainer = build_trainer(config)
+    dp = trainer.job.dp_rank, trainer.job.dp_size
+    batch, width, samples = trainer.sampler.sample(shard(next(trainer.stream), *dp), 0)
+    state = PPORunState(trainer)
+    saved = json.loads(json.dumps(state._rollout()))
+    trainer.sampler.previous = None
+    state._set_rollout(saved)
+    assert trainer.sampler.previous is not None
+    again, again_width, again_samples = trainer.sampler.previous
+    out: dict[str, Any] = {"same": (again_width, again_samples) == (width, samples)}
+    out["tensors"] = {name: (tensor, again.tensors()[name]) for name, tensor in batch.tensors().items()}
+    trainer.sampler.previous = None
+    state._set_rollout({**saved, "rows": [{**row, "logprobs": None} for row in saved["rows"]]})
+    out["without"] = trainer.sampler.previous is None
+    return out
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_saved_rollout_comes_back_whole(run_ranks: Run, config: Any, kept: bool) -> None:
+    """deepspeed_chat may come back to it after a resume, and weights may be made of the sampler's log-probs."""
+    for out in run_ranks(_kept_rollout, 2, config(*(["ppo.importance_cap=2.0"] if kept else []))):
+        assert out["same"]
+        assert ("rollout_logprobs" in out["tensors"]) is kept
+        assert all(torch.equal(*pair) for pair in out["tensors"].values())
+        assert out["without"] is kept
 
 
 def _width_over_ranks(config: PPOConfig) -> tuple[list[list[int]], list[int], int, int]:
