@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mrlhf.config_sections import OutputConfig, RunConfig
+from mrlhf.config_sections import OffloadConfig, OutputConfig, RunConfig
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.trainer.checkpointing import Checkpointer
 from mrlhf.trainer.outputs import check_shared
@@ -22,6 +22,7 @@ class TinyConfig(RunConfig):
 
     trainer: OutputConfig
     folder: str
+    offload: OffloadConfig = OffloadConfig()
 
     @property
     def output_dir(self) -> Path:
@@ -94,6 +95,21 @@ def failed_saves(root: Path) -> None:
 
 def test_a_failed_save_is_never_taken_for_a_good_one(tmp_path: Path) -> None:
     run_ranks(failed_saves, 1, tmp_path)
+
+
+def changed_settings(root: Path) -> None:
+    first, _ = make(root)
+    first.resume()
+    first.save(2, {})
+    again, said = make(root, resume="auto", progress="off")
+    again.config = again.config.model_copy(update={"seed": 5, "offload": OffloadConfig(reference=True)})
+    assert again.resume() == 2
+    # Where memory lies and what is shown changes no number.
+    assert [line.split()[0] for line in said if "in the checkpoint, now it is" in line] == ["seed"]
+
+
+def test_only_settings_that_numbers_depend_on_are_named(tmp_path: Path) -> None:
+    run_ranks(changed_settings, 1, tmp_path)
 
 
 def changed_inputs(root: Path) -> None:
