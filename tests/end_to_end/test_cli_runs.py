@@ -171,6 +171,7 @@ def test_a_reward_function_that_raises_on_one_replica_ends_the_job(tiny_job: Tin
     assert 1 <= text.count(message) <= 2
 
 
+@pytest.mark.slow
 def test_an_unexpected_exception_is_the_last_thing_a_rank_says(tiny_job: TinyJob, tmp_path: Path) -> None:
     status, lines, _ = _failing(tiny_job, tmp_path, "tinyrewards:unexpected")
     assert status != 0

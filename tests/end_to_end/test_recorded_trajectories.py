@@ -79,7 +79,7 @@ def _replay(folder: Path, overrides: list[str]) -> dict[str, tuple[float, float,
 # One layout of each kind for both recordings; the rest for one of them, or with the slow tests.
 QUICK = ("tp1", "tp1-packed", "tp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "tp2-sp", "dp2-critic-tp2-reward-pp2")
 LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed", "pp4", "dp2-pp2")
-LONGER += ("split-1-1", "split-dp2-dp2", "split-pp2-tp2-reward-dp2", "split-dp2-1")
+LONGER += ("tp2-sp-pp2", "split-1-1", "split-dp2-dp2", "split-pp2-tp2-reward-dp2", "split-dp2-1")
 LONGER += ("cp2-tp2-sp", "cp2-pp2-distributed", "cp2-dp2-distributed", "tp2-pp2-critic-pp4-reward-dp4")
 CASES = [
     pytest.param(name, layout, marks=[] if layout in quick else pytest.mark.slow)
