@@ -127,4 +127,6 @@ def test_the_plan_is_within_5_percent(run_ranks: Any, tmp_path: Path, name: str)
             if role.trained:
                 check_messages(job, role, stages[role.name], walk, backward=True)
         walked = max(walk.phases["train/actor"].peak, walk.phases["train/critic"].peak)
-        assert planned["train"].total - planned["train"].rows == pytest.approx(walked, rel=0.05)
+        # FP8 layers are walked in bf16, without their copies of weights.
+        train = planned["train"]
+        assert train.total - train.rows - train.fp8 == pytest.approx(walked, rel=0.05)
