@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+VOCABULARY = 4096
+
 
 def main() -> None:
     """Parse the command line, time both variants by turns, print the ratio."""
@@ -31,30 +33,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--micro-batch-size", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shape", default="small", choices=["small", "135M"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     store = Path(tempfile.mkdtemp(prefix="mrlhf-packing-")) / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
-    from mrlhf.megatron import device
-    from mrlhf.model_config import ModelConfig
+    from benchmarks.models import build_trained, make_rows
+    from mrlhf.planner import ParallelSizes
     from mrlhf.roles.micro_batches import by_rows
 
-    device.install()
-    config = ModelConfig(
-        family="llama",
-        hidden_size=arguments.hidden,
-        num_layers=arguments.layers,
-        num_attention_heads=8,
-        num_query_groups=8,
-        head_dim=arguments.hidden // 8,
-        ffn_hidden_size=arguments.hidden * 3,
-        vocab_size=4096,
-        max_position_embeddings=arguments.longest,
-    )
-    model, batch = build(config), skewed_batch(arguments.rows, arguments.longest)
+    model = build_trained(ParallelSizes(), vocab=VOCABULARY, length=arguments.longest, shape=arguments.shape)
+    batch = make_rows(skewed_lengths(arguments.rows, arguments.longest), vocab=VOCABULARY)
     plan = by_rows(batch.size, arguments.micro_batch_size)
     padded_tokens = sum(len(rows) * (int(batch.lengths[rows].max()) + 1) for rows in plan)
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -76,33 +66,11 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def build(config):  # noqa: ANN001, ANN201
-    """A model with fresh weights and its optimizer, alone in its world."""
-    from mrlhf.checkpoint.random_init import draw_weights
-    from mrlhf.checkpoint.transforms import TensorRanks
-    from mrlhf.megatron.device import seed_rng_tracker
-    from mrlhf.megatron.groups import build_groups
-    from mrlhf.megatron.model import build_model
-    from mrlhf.megatron.optimizer import AdamSettings, Trainable
-    from mrlhf.planner import ParallelSizes
-    from mrlhf.roles.model import TrainedModel
-
-    sizes = ParallelSizes()
-    groups = build_groups(sizes)
-    seed_rng_tracker(0, 0)
-    chunks = build_model(config, sizes, groups, head="lm")
-    draw_weights(chunks, config, ranks=TensorRanks(0, 1, 0, 1))
-    return TrainedModel("model", config, Trainable(chunks, groups, AdamSettings(lr=1e-4)), groups)
-
-
-def skewed_batch(rows: int, longest: int):  # noqa: ANN201
-    """Rows of log-normal length, all but the first token learned."""
-    from mrlhf.data.sft import SFTExample, sft_batch
-
+def skewed_lengths(rows: int, longest: int) -> list[int]:
+    """Log-normal, as those of chats are."""
     generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(rows, generator=generator) + 4).exp().round().clamp(2, longest).long().tolist()
-    ids = [torch.randint(3, 4096, (n,), generator=generator).tolist() for n in lengths]
-    return sft_batch([SFTExample(row, [False] + [True] * (len(row) - 1), 0) for row in ids], pad_id=0)
+    lengths: list[int] = (torch.randn(rows, generator=generator) + 4).exp().round().clamp(2, longest).long().tolist()
+    return lengths
 
 
 def run(model, batch, plan, packed: bool) -> float:  # noqa: ANN001

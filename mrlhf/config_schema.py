@@ -143,9 +143,7 @@ class RolloutConfig(Section):
     temperature: Temperature = Field(1.0, description="softmax temperature, also of all log-probs; 0 is greedy")
     top_k: NaturalInt = Field(0, description="sample from the k likeliest tokens only; 0: from all")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this mass")
-    logprobs: bool = Field(
-        False, description="keep the sampler's log-probs and log how far those of the training passes are from them"
-    )
+    logprobs: bool = Field(False, description="log how far the sampler's log-probs are from the training passes'")
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = Field(
         1.0, description="positive logits of tokens that a row has already are divided by it, others multiplied; 1: off"
     )
@@ -190,6 +188,10 @@ class TrainerConfig(OutputConfig):
     eval_interval: NaturalInt = Field(
         0, description="iterations between evaluations on evaluation.prompts, and one at the end; 0: none"
     )
+
+    def evaluates_after(self, done: int) -> bool:
+        """Whether an evaluation is due when so many iterations are done."""
+        return bool(self.eval_interval) and (done % self.eval_interval == 0 or done == self.iterations)
 
 
 class EvaluationConfig(Section):

@@ -58,6 +58,12 @@ class Gradients:
     scale_exhausted: bool = False
 
 
+def counts_metrics(groups: Any) -> bool:
+    """Whether this rank speaks for its replica: the first of the last stage's tensor and context ranks, which agree."""
+    last_stage = groups.pp.rank() == groups.pp.size() - 1
+    return bool(last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0)
+
+
 class RoleModel:
     """One role's model on this rank."""
 
@@ -106,7 +112,7 @@ class RoleModel:
     @property
     def counts_metrics(self) -> bool:
         """Whether this rank's metrics count: of the last stage's tensor and context ranks, which agree, the first."""
-        return self.is_last_stage and self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
+        return counts_metrics(self.groups)
 
     @property
     def micro_batch_multiple(self) -> int:

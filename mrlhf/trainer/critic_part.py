@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from mrlhf.data.prompts import Prompt, PromptDataset, PromptStream
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import RewardError
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.progress import Display
 from mrlhf.roles.critic import Critic
+from mrlhf.roles.model import counts_metrics
 from mrlhf.roles.reward import ScoreSource
 from mrlhf.trainer import ppo_job as jobs
 from mrlhf.trainer.checkpointing import Checkpointer
-from mrlhf.trainer.loop import run_loop
+from mrlhf.trainer.loop import rewound, run_loop
 from mrlhf.trainer.offloading import Offloading
 from mrlhf.trainer.outputs import export_dtype, export_model
 from mrlhf.trainer.report import PhaseTimer, worst_of_ranks
@@ -99,12 +99,8 @@ class CriticTrainer:
 
     def advance(self, index: int, display: Display) -> dict[str, float]:
         """`iterate`; where the reward fails, the trainer is as it was before."""
-        before = self.stream.state_dict()
-        try:
+        with rewound(self.stream):
             return self.iterate(index, display)
-        except RewardError:
-            self.stream.load_state_dict(before)
-            raise
 
     def iterate(self, iteration: int, display: Display) -> dict[str, float]:
         """The other half of `mrlhf.trainer.ppo.PPOTrainer.iterate`; returns the same metrics."""
@@ -125,8 +121,7 @@ class CriticTrainer:
         with timer.phase("train"):
             self.offloading.before_train()
             accumulator, _ = self.updater.run(batch, iteration, train_actor=not warming_up)
-        groups = self.job.groups
-        if groups.pp.rank() == groups.pp.size() - 1 and groups.tp.rank() == 0 and groups.cp.rank() == 0:
+        if counts_metrics(self.job.groups):
             accumulator.add(self.scorer.source_metrics())
         all_reduce_metrics(accumulator.metrics())
         worst_of_ranks(timer.seconds())
@@ -134,8 +129,7 @@ class CriticTrainer:
 
     def measure(self, index: int, display: Display) -> dict[str, float]:
         """Answer the questions of an evaluation that is due after an iteration; returns its metrics."""
-        done, trainer = index + 1, self.config.trainer
-        if self.held_out is None or (done % trainer.eval_interval and done != trainer.iterations):
+        if self.held_out is None or not self.config.trainer.evaluates_after(index + 1):
             return {}
         self.heartbeat.phase("evaluation")
         self.offloading.before_evaluation()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from mrlhf.config_sections import OutputConfig
+from mrlhf.data.prompts import PromptStream
 from mrlhf.errors import CheckpointError, RewardError
 from mrlhf.parallel.heartbeat import Heartbeat
 from mrlhf.progress import Display, open_display
@@ -52,6 +54,17 @@ class Looped(Protocol):
 
     def summary(self, first: int, begun: Mapping[str, float], last: Mapping[str, float]) -> str:
         """The last word: the number of the first iteration, its metrics and those of the last one (empty: none)."""
+
+
+@contextmanager
+def rewound(stream: PromptStream) -> Iterator[None]:
+    """Puts the stream back when the reward fails inside: nothing else has changed when scores are asked for."""
+    before = stream.state_dict()
+    try:
+        yield
+    except RewardError:
+        stream.load_state_dict(before)
+        raise
 
 
 def run_loop(trainer: Looped, settings: OutputConfig, *, iterations: int, exports: Sequence[str], noun: str) -> None:

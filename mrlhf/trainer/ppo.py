@@ -15,7 +15,6 @@ from mrlhf.data.prompts import PromptDataset, PromptStream, Sample, shard
 from mrlhf.data.sft import SFTExample
 from mrlhf.data.stream import ExampleSet, ExampleStream
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
-from mrlhf.errors import RewardError
 from mrlhf.lines import LineFile
 from mrlhf.parallel.batches import gather_batch
 from mrlhf.parallel.collectives import all_reduce_metrics
@@ -43,7 +42,7 @@ from mrlhf.trainer.inputs import (
     stop_strings,
 )
 from mrlhf.trainer.kl_control import AdaptiveKL
-from mrlhf.trainer.loop import run_loop
+from mrlhf.trainer.loop import rewound, run_loop
 from mrlhf.trainer.offloading import Offloading
 from mrlhf.trainer.outputs import check_output_folder, check_writers, export_dtype, export_model
 from mrlhf.trainer.precision import kernel_lines
@@ -195,18 +194,13 @@ class PPOTrainer:
 
     def advance(self, index: int, display: Display) -> dict[str, float]:
         """`iterate`; where the reward fails, the trainer is as it was before."""
-        before = self.stream.state_dict()
-        try:
+        with rewound(self.stream):
             return self.iterate(index, display)
-        except RewardError:
-            # Nothing else has changed when scores are asked for.
-            self.stream.load_state_dict(before)
-            raise
 
     def measure(self, index: int, display: Display) -> dict[str, float]:
         """Metrics ``eval/...`` after every ``trainer.eval_interval`` iterations and the last one."""
-        done, trainer = index + 1, self.config.trainer
-        if self.evaluator is None or (done % trainer.eval_interval and done != trainer.iterations):
+        done = index + 1
+        if self.evaluator is None or not self.config.trainer.evaluates_after(done):
             return {}
         display.phase("evaluation")
         self.heartbeat.phase("evaluation")
