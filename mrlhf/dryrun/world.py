@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from mrlhf.parallel.launch_env import LaunchEnv
+from mrlhf.parallel.products import chosen
 
 
 @contextmanager
@@ -25,12 +26,14 @@ def fake_world(rank: int, world_size: int, gpus_per_node: int = 8) -> Iterator[L
         raise RuntimeError("a dry run needs a process that has joined no world")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield LaunchEnv(
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank % gpus_per_node,
-            local_world_size=min(world_size, gpus_per_node),
-        )
+        # The products of the run, not those of the processor that walks through it.
+        with chosen("native"):
+            yield LaunchEnv(
+                rank=rank,
+                world_size=world_size,
+                local_rank=rank % gpus_per_node,
+                local_world_size=min(world_size, gpus_per_node),
+            )
     finally:
         dist.destroy_process_group()
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -22,6 +21,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrlhf.megatron.context import gather_keys, hidden_keys, part_of_rank
+from mrlhf.megatron.cpu_products import attention
 
 
 class SDPAttention(torch.nn.Module):
@@ -119,16 +119,7 @@ class SDPAttention(torch.nn.Module):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, hidden: torch.Tensor | None
     ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if hidden is None else ~hidden,
-            dropout_p=dropout,
-            is_causal=hidden is None,
-            scale=self.softmax_scale,
-            enable_gqa=k.size(1) != q.size(1),
-        )
+        return attention(q, k, v, mask=None if hidden is None else ~hidden, dropout=dropout, scale=self.softmax_scale)
 
 
 def padded_causal_mask(lengths: torch.Tensor, width: int) -> torch.Tensor:
@@ -312,7 +303,7 @@ def _step(query: torch.Tensor, cache: torch.Tensor, context: CacheContext, scale
     first = context.first_slot
     slots: Any = context.slots[: context.steps] if first is None else slice(first, first + context.steps)
     k, v = cache[0][slots, :, : context.longest], cache[1][slots, :, : context.longest]
-    out = F.scaled_dot_product_attention(query.to(k.dtype), k, v, attn_mask=context.reach(k.dtype), scale=scale)
+    out = attention(query.to(k.dtype), k, v, mask=context.reach(k.dtype), scale=scale)
     return out.reshape(context.steps, -1)
 
 
@@ -341,15 +332,13 @@ def _prompts(
     """Causal attention inside every segment of ``run``, and to what its sequence has in the cache before it."""
     start, count, length = run[0].start, len(run), run[0].length
     q = query[start : start + count * length].unflatten(0, (count, length)).flatten(2, 3).transpose(1, 2)
-    grouped = query.size(2) > 1
     if run[0].position == 0:
         k, v = (x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        out = attention(q, k, v, scale=scale)
     else:
         slot, end = run[0].slot, run[0].position + length
         k, v = cache[:, slot : slot + 1, :, :end].to(q.dtype)
-        mask = context.mask(run[0])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        out = attention(q, k, v, mask=context.mask(run[0]), scale=scale)
     return out.transpose(1, 2).reshape(count * length, -1)
 
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from mrlhf.megatron import device
+from mrlhf.megatron.cpu_products import linear
 from mrlhf.parallel.tiled_head import fused_logprobs
 
 __all__ = ["LogprobHead", "ValueHead", "fused_logprobs"]
@@ -89,7 +90,7 @@ class LogprobHead(ColumnParallelLinear):
         else:
             x = copy_to_tensor_model_parallel_region(x, group=self.tp_group)
         if labels is None:
-            return torch.nn.functional.linear(x if index is None else x[index], weight), None
+            return linear(x if index is None else x[index], weight), None
         if labels.shape != x.shape[:2]:
             raise ValueError(f"labels {list(labels.shape)} do not fit hidden states {list(x.shape)}")
         logprobs, entropy = fused_logprobs(

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mrlhf.errors import ConfigError
 from mrlhf.megatron import device
 from mrlhf.megatron.attention import CachedSelfAttention, SDPAttention
+from mrlhf.megatron.cpu_products import widens, with_fp32_products
 from mrlhf.megatron.fp8 import Fp8
 from mrlhf.megatron.fp8_linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from mrlhf.megatron.norms import ApexNorm, TorchNorm
@@ -246,7 +247,7 @@ def _local_layer(config: TransformerConfig, norm: Any, experts: int | None) -> M
     layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = CachedSelfAttention
     layer.submodules.self_attention.submodules.core_attention = SDPAttention
-    return layer
+    return with_fp32_products(layer) if widens(config.params_dtype) else layer
 
 
 def _with_fp8(layer: ModuleSpec, fp8: Fp8, groups: ProcessGroupCollection) -> ModuleSpec:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.parallel.products import is_widened
 from mrlhf.parallel.vocab import (
     LOGIT_FLOOR,
     check_targets,
@@ -42,20 +43,28 @@ class _Tiles:
         self.tokens, self.columns = min(tile[0], max(hidden.shape[0], 1)), min(tile[1], max(valid, 1))
         self.dtype = compute_dtype(weight.dtype)
         size = self.tokens * self.columns
-        self._product = hidden.new_empty(size, dtype=weight.dtype)
-        same = self.dtype == weight.dtype
+        self.operands = self.dtype if is_widened(weight) else weight.dtype
+        self._product = hidden.new_empty(size, dtype=self.operands)
+        same = self.dtype == self.operands
         self._logits = self._product if same else hidden.new_empty(size, dtype=self.dtype)
         self._scratch: Tensor | None = None
+        self._rows: tuple[slice, Tensor] | None = None
 
     def over_vocabulary(self) -> Iterator[slice]:
         """Slices of the real columns."""
         return _slices(self.valid, self.columns)
 
+    def rows(self, columns: slice) -> Tensor:
+        """The weight's rows of these columns, in the dtype of the matrix products."""
+        if self._rows is None or self._rows[0] != columns:
+            self._rows = columns, self.weight[columns].to(self.operands)
+        return self._rows[1]
+
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """Logits over the temperature, ``[rows, columns]`` in the compute dtype; valid until the next call."""
         shape = (hidden.shape[0], columns.stop - columns.start)
         product = self._view(self._product, shape)
-        torch.addmm(product, hidden, self.weight[columns].t(), beta=0, alpha=self.scale, out=product)
+        torch.addmm(product, hidden, self.rows(columns).t(), beta=0, alpha=self.scale, out=product)
         return product if self._logits is self._product else self._view(self._logits, shape).copy_(product)
 
     def scratch(self, like: Tensor) -> Tensor:
@@ -64,7 +73,7 @@ class _Tiles:
             self._scratch = torch.empty_like(self._logits)
         return self._view(self._scratch, (like.shape[0], like.shape[1]))
 
-    def as_weight_dtype(self, gradient: Tensor) -> Tensor:
+    def as_operand(self, gradient: Tensor) -> Tensor:
         """The tile's gradient in the dtype of the matrix products."""
         if self._logits is self._product:
             return gradient
@@ -125,7 +134,7 @@ class _FusedLogprobs(torch.autograd.Function):
         local = hidden.new_zeros((4 if with_entropy else 3, targets.shape[0]), dtype=tiles.dtype)
         local[0] = float("-inf")
         for part in _slices(targets.shape[0], tiles.tokens):
-            block = _take(hidden, rows, part, weight.dtype)
+            block = _take(hidden, rows, part, tiles.operands)
             _statistics(tiles, block, targets[part], start, local[:, part])
         result = combine_shards(local, group)
         ctx.save_for_backward(hidden, weight, targets, rows, result.logsumexp, result.entropy)
@@ -182,7 +191,7 @@ class _Backward:
         in_place = rows is None and hidden.dtype == dtype == tiles.weight.dtype
         step = count if in_place else tiles.tokens * max(1, _BLOCK_TOKENS // tiles.tokens)
         for block in _slices(count, step):
-            source = _take(hidden, rows, block, tiles.weight.dtype)
+            source = _take(hidden, rows, block, tiles.operands)
             grad_source = None
             if grad_hidden is not None:
                 grad_source = grad_hidden if in_place else torch.zeros_like(source, dtype=dtype)
@@ -195,7 +204,7 @@ class _Backward:
                 for part in _slices(block.stop - block.start, tiles.tokens):
                     gradient = self._tile(source[part], columns, block.start, part)
                     if grad_source is not None:
-                        _add_product(grad_source[part], gradient, tiles.weight[columns])
+                        _add_product(grad_source[part], gradient, tiles.rows(columns))
                     if grad_columns is not None:
                         _add_product(grad_columns, gradient.t(), source[part])
                 if grad_weight is not None and grad_columns is not None and grad_weight.dtype != dtype:
@@ -214,7 +223,7 @@ class _Backward:
         softmax_gradient(
             x, target, self.logsumexp[at], self.grad_logprobs[at], entropy, self.tiles.scratch(x) if entropy else None
         )
-        return self.tiles.as_weight_dtype(x)
+        return self.tiles.as_operand(x)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -261,7 +270,8 @@ def fused_logprobs(
 
     One all-gather of 3 floats per wanted token (4 with entropy) in the forward, no collective in the backward: the
     gradient of ``hidden`` is this shard's part, to be summed by the region ``hidden`` came from. Matrix products run
-    in the weight's dtype, softmax and sums in fp32 (fp64 for fp64 weights).
+    in the weight's dtype (in fp32 on processors that are slow in 16 bits, see `mrlhf.parallel.products`), softmax and
+    sums in fp32 (fp64 for fp64 weights).
 
     Args:
         hidden: ``[N, h]``, the same on every rank of ``group``.

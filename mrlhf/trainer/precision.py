@@ -11,9 +11,11 @@ from mrlhf.checkpoint.convert import DTYPES
 from mrlhf.config_sections import PrecisionConfig, RunConfig
 from mrlhf.errors import ConfigError
 from mrlhf.megatron import device
+from mrlhf.megatron.cpu_products import widens
 from mrlhf.megatron.fp8 import Fp8, environment_problems, model_problems
 from mrlhf.megatron.spec import available_parts, transformer_engine_version, wrong_apex
 from mrlhf.model_config import ModelConfig
+from mrlhf.parallel import products
 from mrlhf.parallel.launch import LaunchEnv
 from mrlhf.planning.from_config import fp8_role
 
@@ -57,7 +59,7 @@ def precision_problems(
         masked: whether the trained model gets attention masks.
     """
     precision = config.precision
-    problems = []
+    problems = products.problems()
     if precision.kernels == "te":
         try:
             available_parts(DTYPES[precision.dtype], kernels="te", masked=masked)
@@ -124,4 +126,5 @@ def kernel_lines(
     fp8 = fp8_of(precision)
     shown = f"{fp8.describe()} ({', '.join(names)})" if fp8 is not None and names else "off"
     wrong = wrong_apex()
-    return [f"{parts.describe()}, fp8: {shown}", *([f"warning: {wrong}"] if wrong else [])]
+    widened = f", {precision.dtype} products: in fp32" if widens(DTYPES[precision.dtype]) else ""
+    return [f"{parts.describe()}{widened}, fp8: {shown}", *([f"warning: {wrong}"] if wrong else [])]
