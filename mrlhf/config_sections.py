@@ -8,72 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from mrlhf.config_base import Dropout as Dropout
+from mrlhf.config_base import FiniteFloat as FiniteFloat
+from mrlhf.config_base import Fraction as Fraction
+from mrlhf.config_base import NaturalInt, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed
+from mrlhf.config_base import Temperature as Temperature
+from mrlhf.config_parallel import ParallelConfig
 from mrlhf.planner import ParallelSizes
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NaturalInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Dropout = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-def _usable_temperature(value: float) -> float:
-    # Logits divided by less, or multiplied by more, lose all meaning in fp32.
-    if value and not 1e-4 <= value <= 1e4:
-        raise ValueError(f"given {value!r}, expected 0 (greedy) or a number from 0.0001 to 10000")
-    return value
-
-
-Temperature = Annotated[float, AfterValidator(_usable_temperature)]
-
-
-class Section(BaseModel):
-    """A frozen part of the configuration without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
-
-
-class ParallelConfig(Section):
-    """How one model is divided over ranks; what is left of the world is data parallel."""
-
-    tensor_model_parallel_size: PositiveInt = Field(1, description="ranks that share every layer (TP)")
-    pipeline_model_parallel_size: PositiveInt = Field(1, description="stages of consecutive layers (PP)")
-    virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
-        None, description="virtual stages on each pipeline rank (VPP), needs PP of at least 2"
-    )
-    context_parallel_size: PositiveInt = Field(
-        1, description="ranks that share a sequence (CP), in passes over whole rows"
-    )
-    expert_model_parallel_size: PositiveInt = Field(
-        1, description="ranks that share the experts of a mixture-of-experts model (EP), replicas of the rest"
-    )
-    expert_tensor_parallel_size: PositiveInt | None = Field(
-        None, description="ranks that share one expert (ETP); null: as tensor_model_parallel_size"
-    )
-    sequence_parallel: bool = Field(
-        False, description="split norms and residuals along the sequence over TP; no effect at TP 1"
-    )
-    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
-        None, description="layers of the first stage, where they do not split evenly; null: as the others"
-    )
-    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
-        None, description="layers of the last stage, where they do not split evenly; null: as the others"
-    )
-    recompute: bool = Field(
-        False, description="layers are computed again in backward passes, not kept: a third more work for less memory"
-    )
-
-    def sizes(self, world_size: int) -> ParallelSizes:
-        """The layout in a world of ``world_size`` ranks; nothing is checked here, see `mrlhf.planner.check_sizes`."""
-        return ParallelSizes(world_size=world_size, **self.model_dump(exclude={"recompute"}))
-
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 Fp8Role = Literal["actor", "critic", "reference", "reward"]
@@ -325,6 +270,17 @@ class RunConfig(Section):
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="text and token ids")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saved states of the run")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="communication")
+
+    @model_validator(mode="after")
+    def _passes_that_can_be(self) -> Self:
+        """Delayed scales are told at the end of a pass, and Megatron-Core refuses norms that run twice before it."""
+        delayed = self.precision.fp8 and not self.precision.fp8_emulation and self.precision.fp8_recipe == "delayed"
+        if delayed and any("layernorm" in self.parallel_of(role).recomputed_modules for role in ("actor", "critic")):
+            raise ValueError(
+                "parallel.recompute_modules: layernorm cannot be computed again with precision.fp8_recipe delayed; "
+                "leave it out, or choose another recipe"
+            )
+        return self
 
     @property
     def tokenizer_path(self) -> str:

@@ -52,15 +52,18 @@ class FakeWorld(TorchDispatchMode):
         live: bytes of all fake tensors that exist.
         peak: the most since `reset_peak`.
         hidden_shape: shape of the hidden states that come from other pipeline stages.
+        shrinking: whether tensors lose their memory and get it again while they live, which is no operation to watch:
+            their sizes are then looked at before each new peak.
     """
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: Traffic, *, shrinking: bool = False) -> None:
         super().__init__()
+        self.shrinking = shrinking
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.traffic = traffic
         self.live = self.peak = 0
         self.hidden_shape: Sequence[int] | None = None
-        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     def reset_peak(self) -> None:
         """Begin a phase."""
@@ -126,14 +129,24 @@ class FakeWorld(TorchDispatchMode):
                 continue
             storage = tensor.untyped_storage()
             if storage not in self._seen:
-                size = storage.nbytes()
+                # One number in two places: what is freed is what was last counted.
+                size = [storage.nbytes()]
                 self._seen[storage] = size
                 weakref.finalize(storage, self._free, size)
-                self.live += size
+                self.live += size[0]
+                if self.shrinking and self.live > self.peak:
+                    self._look_again()
                 self.peak = max(self.peak, self.live)
 
-    def _free(self, size: int) -> None:
-        self.live -= size
+    def _look_again(self) -> None:
+        for storage, size in self._seen.items():
+            now = storage.nbytes()
+            if now != size[0]:
+                self.live += now - size[0]
+                size[0] = now
+
+    def _free(self, size: list[int]) -> None:
+        self.live -= size[0]
 
     def _scalar(self, args: Any) -> Any:
         tensor = args[0]

@@ -80,7 +80,8 @@ def walk_rank(
         layouts = [job.groups, *(layout.groups for layout in job.own_layouts.values())]
         stage_ranks = {r for groups in layouts for r in dist.get_process_group_ranks(groups.pp)}
         names = {key: name for groups in reversed(layouts) for key, name in group_names(groups).items()}
-        world = FakeWorld(Traffic(names, stage_ranks))
+        shrinking = any("layernorm" in config.parallel_of(role).recomputed_modules for role in models)
+        world = FakeWorld(Traffic(names, stage_ranks), shrinking=shrinking)
         with world:
             return _Walk(job, world, config, lengths, every_micro_batch).run(rank, passes)
 

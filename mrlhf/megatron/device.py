@@ -131,12 +131,13 @@ def import_megatron() -> None:
 
 
 def install() -> None:
-    """Make Megatron-Core usable on this machine; called once by the launcher. Does nothing where CUDA is present.
+    """Make Megatron-Core usable on this machine; called once by the launcher. Does little where CUDA is present.
 
     Raises:
         MrlhfError: the installed Megatron-Core is of an unknown version.
     """
     megatron_version()
+    _recompute_without_transformer_engine()
     if has_cuda():
         return
     proxy = _cpu_torch()
@@ -158,6 +159,14 @@ def install() -> None:
         setattr(importlib.import_module(f"megatron.core.{module_name}"), attribute, None)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _on_the_cpu_already
+
+
+def _recompute_without_transformer_engine() -> None:
+    """Megatron's recomputation of norms takes FP8 to be wanted always, and asks an engine that may not be there."""
+    module: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    make = module.CheckpointWithoutOutput.__init__
+    if not module.HAVE_TE and make.__defaults__ == (False,):
+        make.__defaults__ = (None,)
 
 
 def seed_rng_tracker(seed: int, tp_rank: int, *, pp_rank: int = 0, dp_rank: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -125,9 +126,10 @@ def transformer_config(
     initialize: bool = False,
     fp8: Fp8 | None = None,
     recompute: bool = False,
+    recompute_modules: Sequence[str] = (),
     moe_aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
-    """Megatron's configuration of ``model`` under ``sizes``; the last two as in `build_model`.
+    """Megatron's configuration of ``model`` under ``sizes``; the last three as in `build_model`.
 
     Dropout comes from the argument alone; what a checkpoint's configuration says is for its own pre-training. Emulated
     ``fp8`` is not in it: without Transformer Engine Megatron would pass over it, or stumble in recomputation.
@@ -171,9 +173,7 @@ def transformer_config(
         fp16=dtype is torch.float16,
         use_cpu_initialization=not cuda,
         perform_initialization=initialize,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        **_recompute_fields(recompute, recompute_modules),
         # Every micro-batch may have its own width. Megatron ties this flag to a dispatcher even in dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -191,6 +191,14 @@ def transformer_config(
         **(fp8.transformer_fields() if fp8 is not None else {}),
         **_expert_fields(model, moe_aux_loss_coef),
     )
+
+
+def _recompute_fields(whole: bool, modules: Sequence[str]) -> dict[str, Any]:
+    if whole and modules:
+        raise ValueError(f"whole layers are recomputed, which leaves nothing for recompute_modules {tuple(modules)}")
+    if whole:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
 
 def _expert_fields(model: ModelConfig, aux_loss_coef: float) -> dict[str, Any]:
@@ -223,6 +231,7 @@ def build_model(
     masked: bool = False,
     fp8: Fp8 | None = None,
     recompute: bool = False,
+    recompute_modules: Sequence[str] = (),
     kernels: Kernels = "auto",
     moe_aux_loss_coef: float = 0.0,
 ) -> list[GPTModel]:
@@ -242,6 +251,7 @@ def build_model(
         masked: whether the model will be given attention masks (see `mrlhf.megatron.spec.choose_parts`).
         fp8: of the linear layers; heads and embeddings stay in ``dtype``.
         recompute: whether training passes keep the inputs of layers alone, and compute the rest again.
+        recompute_modules: parts of layers of which that is so instead: ``core_attn``, ``layernorm``, ``mlp``, ``moe``.
         kernels: see `mrlhf.megatron.spec.choose_parts`.
         moe_aux_loss_coef: of the load balancing loss (Switch Transformers, arXiv:2101.03961, eq. 4) that training
             passes add to every mixture-of-experts layer, for each micro-batch; 0 leaves the router to the other losses.
@@ -259,6 +269,7 @@ def build_model(
         initialize=initialize,
         fp8=fp8,
         recompute=recompute,
+        recompute_modules=recompute_modules,
         moe_aux_loss_coef=moe_aux_loss_coef,
     )
     chunks: list[GPTModel] = []

@@ -14,7 +14,8 @@ arise here (no score matrix: attention is fused; no dropout masks at dropout 0) 
 - gate and up, and their product: ``3 n f e / t`` (``5`` where SwiGLU is not one operation); of a mixture of experts
   what `mrlhf.planning.experts.kept` says
 
-Under full recomputation (Chen et al. 2016, arXiv:1604.06174) a layer keeps its input ``n h e / s`` alone.
+Under full recomputation (Chen et al. 2016, arXiv:1604.06174) a layer keeps its input ``n h e / s`` alone. Selective
+recomputation (Korthikanti et al., section 5) leaves out what `kept_again` says.
 
 Under 1F1B, stage ``i`` of ``p`` holds ``min(m, p - i)`` micro-batches at once, and with ``v`` virtual stages
 ``min(m v, 2 (p - i - 1) + (v - 1) p + 1)`` chunks of ``1 / v`` of its layers (Narayanan et al. 2021,
@@ -58,10 +59,15 @@ class TrainingBytes:
 
 
 def layers_kept(job: Job, role: Role, stage: StageParameters, rows: Rows) -> int:
-    """Bytes that all layers of a rank keep for the backward pass of ``rows``, without FP8."""
-    moe = layer_kept(job, role, rows, moe=True) if stage.moe_layers else 0
-    dense = layer_kept(job, role, rows)
+    """Bytes that all layers of a rank keep for the backward pass of ``rows``, without FP8 and full recomputation."""
+    moe = _left(job, role, rows, moe=True) if stage.moe_layers else 0
+    dense = _left(job, role, rows)
     return stage.moe_layers * moe + (stage.layers - stage.moe_layers) * dense
+
+
+def _left(job: Job, role: Role, rows: Rows, *, fp8: bool = False, moe: bool = False) -> int:
+    """Bytes that one layer keeps where parts of it may be computed again."""
+    return layer_kept(job, role, rows, fp8=fp8, moe=moe) - kept_again(job, role, rows, fp8=fp8, moe=moe)
 
 
 def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False, moe: bool = False) -> int:
@@ -69,23 +75,56 @@ def layer_kept(job: Job, role: Role, rows: Rows, *, fp8: bool = False, moe: bool
     model, e, t, s = role.model, job.element_bytes, role.sizes.tensor_model_parallel_size, role.sequence_split
     n = _local(role, rows.tokens)
     query, both = model.num_attention_heads * model.head_dim, 2 * model.num_query_groups * model.head_dim
-    ffn, gated = model.ffn_hidden_size, model.activation == "swiglu"
     linear = 1 if fp8 else e
     norms = 2 * n * (model.hidden_size * norm_kept(job, linear) + 4) // s
     attention = n * (2 * query + both + both // 2) * e // t
-    attention += n * query * linear // t + 4 * n * model.num_attention_heads // t
+    attention += n * query * linear // t + _scores_kept(job, role, rows)
     attention += 4 * _local(role, rows.width) * model.head_dim * e
     if model.qk_norm:
         attention += _qk_norms_kept(job, n * query // t, n * both // 2 // t)
-    if role.sizes.context_parallel_size > 1 and not job.transformer_engine:
-        # Keys and values of whole rows, gathered; Transformer Engine passes them around instead.
-        attention += rows.tokens * both * e // t
     if moe:
         return norms + attention + experts.kept(job, role, n)
-    mlp = n * ffn * (2 if gated else 1) * e // t + n * ffn * linear // t
-    if gated and not job.cuda:
-        mlp += 2 * n * ffn * e // t
-    return norms + attention + mlp
+    return norms + attention + _mlp_kept(job, role, n, linear)
+
+
+def _mlp_kept(job: Job, role: Role, n: int, linear: int) -> int:
+    """Bytes that the feed-forward part of a dense layer keeps, its input not counted."""
+    e, f, gated = job.element_bytes, role.model.ffn_hidden_size, role.model.activation == "swiglu"
+    t = role.sizes.tensor_model_parallel_size
+    inner = n * f * (2 if gated else 1) * e // t + n * f * linear // t
+    return inner + (2 * n * f * e // t if gated and not job.cuda else 0)
+
+
+def kept_again(job: Job, role: Role, rows: Rows, *, fp8: bool = False, moe: bool = False) -> int:
+    """Bytes of `layer_kept` that are computed again under selective recomputation.
+
+    - ``mlp`` and ``moe``: all but the norm's output before them; Transformer Engine's dense layers have the norm inside
+    - ``layernorm``: all but their inputs; Transformer Engine's dense layers have no norm of their own
+    - ``core_attn``: the log-sum-exp, and under context parallelism gathered keys and values
+    """
+    n, e, s = _local(role, rows.tokens), job.element_bytes, role.sequence_split
+    h, linear = role.model.hidden_size, 1 if fp8 else e
+    norm = n * (h * norm_kept(job, linear) + 4) // s - n * h * e // s
+    again = 0
+    if role.again("moe" if moe else "mlp"):
+        again += experts.kept(job, role, n) if moe else _mlp_kept(job, role, n, linear)
+        again += norm if job.transformer_engine and not moe else 0
+    if role.again("layernorm"):
+        # The norm before a mixture of experts is one of its own everywhere, the others are not with Transformer Engine.
+        again += norm * (int(moe) if job.transformer_engine else 2)
+    if role.again("core_attn"):
+        again += _scores_kept(job, role, rows)
+    return again
+
+
+def _scores_kept(job: Job, role: Role, rows: Rows) -> int:
+    """Bytes that the attention keeps beside queries, keys, values and output."""
+    t = role.sizes.tensor_model_parallel_size
+    kept = 4 * _local(role, rows.tokens) * role.model.num_attention_heads // t
+    if role.sizes.context_parallel_size > 1 and not job.transformer_engine:
+        # Keys and values of whole rows, gathered; Transformer Engine passes them around instead.
+        kept += rows.tokens * 2 * role.model.num_query_groups * role.model.head_dim * job.element_bytes // t
+    return kept
 
 
 def norm_kept(job: Job, output: int) -> int:
@@ -162,16 +201,15 @@ def _training(
     n = _local(role, rows.tokens)
     chunks, virtual = in_flight(role, index, micro_batch_count)
     residual = n * h * e // s
-    one = layer_kept(job, role, rows, moe=stage.moe_layers > 0)
     whole = layers_kept(job, role, stage, rows)
     if not stage.moe_layers:
-        whole -= role.fp8_layers(index) * (one - layer_kept(job, role, rows, fp8=True))
+        whole -= role.fp8_layers(index) * (_left(job, role, rows) - _left(job, role, rows, fp8=True))
     kept = chunks * (stage.layers * residual if role.recompute else whole) // virtual
     working = backward_work(job, role, rows.tokens)
-    if role.recompute:
-        # The layer that is computed again, the larger kind where there are two.
-        dense = layer_kept(job, role, rows) if stage.moe_layers < stage.layers else 0
-        working += max(one, dense)
+    # What is computed again of a layer, of the larger kind where there are two.
+    kinds = {stage.moe_layers > 0, stage.moe_layers == stage.layers} if stage.layers else set()
+    again = layer_kept if role.recompute else kept_again
+    working += max((again(job, role, rows, moe=moe) for moe in kinds), default=0)
     if role.sizes.pipeline_model_parallel_size > 1:
         working += 2 * residual
     head = 0

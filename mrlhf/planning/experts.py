@@ -51,7 +51,7 @@ def sent(role: Role, tokens: float, element_bytes: int, *, backward: bool) -> tu
     """
     ep, etp = role.sizes.expert_model_parallel_size, role.sizes.expert_tensor_size
     size = routed(role, tokens) / etp * role.model.hidden_size * element_bytes
-    times = 2.0 * (1 + backward + (backward and role.recompute))
+    times = 2.0 * (1 + backward + (backward and role.again("moe")))
     every = (ep - 1) / ep * size * times + (etp - 1) * size * times
     # Counts, tokens, weights and results of a forward pass; no counts backwards.
     calls = 0.0 if ep * etp == 1 else 4.0 * (times / 2) - backward

@@ -41,9 +41,27 @@ def forward(role: Role, stage: StageParameters, rows: Rows) -> float:
 
 def training(job: Job, role: Role, stage: StageParameters, rows: Rows) -> float:
     """Of forward and backward pass of a micro-batch."""
-    layers = layers_forward(role, stage, rows) * (4 if role.recompute else 3)
+    layers = layers_forward(role, stage, rows) * 3 + recomputed(role, stage, rows)
     head = head_forward(role, stage, rows)
     return layers + head * (4 if role.head == "lm" else 3)
+
+
+def recomputed(role: Role, stage: StageParameters, rows: Rows) -> float:
+    """Of what the backward pass of a micro-batch computes again: all layers, or the chosen parts of them."""
+    c = role.sizes.context_parallel_size
+    again = linear_again(role, stage, rows.tokens / c)
+    return again + (rows.count * _attention(role, stage, float(rows.width) ** 2) / c if role.again("core_attn") else 0)
+
+
+def linear_again(role: Role, stage: StageParameters, tokens: float) -> float:
+    """The part of `recomputed` that FP8 can compute, of ``tokens``."""
+    if role.recompute:
+        return linear(stage, tokens)
+    dense = stage.dense_layer if stage.dense_layer is not None else stage.layer
+    again = (stage.layers - stage.moe_layers) * dense.mlp if role.again("mlp") else 0
+    if role.again("moe") and stage.layer.active is not None:
+        again += stage.moe_layers * stage.layer.active
+    return 2.0 * again * tokens
 
 
 def prefill(role: Role, stage: StageParameters, rollout: Rollout, rows: float) -> float:

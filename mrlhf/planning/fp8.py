@@ -84,6 +84,13 @@ def _gathered(role: Role, stage: int) -> int:
     return mixtures + 2 * dense
 
 
+def _gathered_again(role: Role, stage: int) -> int:
+    """Those of them whose product is computed again in the backward pass."""
+    if role.recompute:
+        return _gathered(role, stage)
+    return _layers(role, stage)[1] if role.again("mlp") else 0
+
+
 def amax_reductions(role: Role, stage: int) -> AmaxReductions | None:
     """What ranks tell each other about largest values; None where nothing is told.
 
@@ -98,7 +105,8 @@ def amax_reductions(role: Role, stage: int) -> AmaxReductions | None:
         return None
     if role.fp8_recipe == "tensorwise" and role.sequence_split > 1:
         forward = _gathered(role, stage)
-        return AmaxReductions("tp", t, forward, forward * (2 + role.recompute) if role.trained else 0, 4)
+        training = 2 * forward + _gathered_again(role, stage) if role.trained else 0
+        return AmaxReductions("tp", t, forward, training, 4)
     ranks = t * role.sizes.context_parallel_size
     if role.fp8_recipe == "delayed" and role.trained and ranks > 1:
         group = "tp_cp" if role.sizes.context_parallel_size > 1 else "tp"
@@ -115,8 +123,8 @@ def gathers_saved(role: Role, stage: int, element_bytes: int, *, backward: bool)
     """
     if role.sequence_split == 1:
         return 0.0
-    passes = 1 + 2 * backward + (backward and role.recompute)
-    return float(passes * _gathered(role, stage)) * (element_bytes - 1) / element_bytes
+    gathered = (1 + 2 * backward) * _gathered(role, stage) + backward * _gathered_again(role, stage)
+    return float(gathered) * (element_bytes - 1) / element_bytes
 
 
 def layer_problems(

@@ -134,7 +134,8 @@ def make_role(config: RunConfig, name: str, model: ModelConfig, world_size: int)
         bf16_ends=precision.fp8_first_last_layers_bf16,
         fp8_recipe=precision.fp8_recipe,
         fp8_history=precision.fp8_amax_history_len,
-        recompute=trained and config.parallel_of(name).recompute,
+        recompute=trained and config.parallel_of(name).recompute == "full",
+        recompute_modules=config.parallel_of(name).recomputed_modules if trained else (),
         first=config.ranks_of(name, world_size).start,
     )
 

@@ -34,6 +34,7 @@ class Role:
         fp8_history: steps whose largest values delayed scales remember.
         value_bias: whether its value head has a bias.
         recompute: whether its layers are computed again in the backward pass instead of kept.
+        recompute_modules: parts of layers of which that is so instead: core_attn, layernorm, mlp, moe.
         first: the first of its ranks, which follow each other.
     """
 
@@ -49,7 +50,12 @@ class Role:
     fp8_history: int = 1024
     value_bias: bool = False
     recompute: bool = False
+    recompute_modules: tuple[str, ...] = ()
     first: int = 0
+
+    def again(self, module: str) -> bool:
+        """Whether a part of its layers is computed again in the backward pass."""
+        return self.recompute or module in self.recompute_modules
 
     @property
     def ranks(self) -> range:

@@ -127,8 +127,8 @@ def _chains(question: Question) -> Iterator[list[Change]]:
         "train.micro_batch_size",
     ):
         yield [Change({key: value}) for value in _halves(question.get(key))]
-    if question.has(RECOMPUTE) and question.get(RECOMPUTE) is False:
-        yield [Change({RECOMPUTE: True})]
+    kinds: dict[str, tuple[str, ...]] = {"none": ("selective", "full"), "selective": ("full",)}
+    yield [Change({RECOMPUTE: kind}) for kind in kinds.get(question.get(RECOMPUTE), ())]
     if question.config.precision.fp8 is not None:
         yield [Change({"precision.fp8": None})]
     if question.config.precision.dtype == "fp32":
@@ -159,7 +159,7 @@ def _chains(question: Question) -> Iterator[list[Change]]:
 EXPERTS = "parallel.expert_model_parallel_size"
 """Key of the ranks that share the experts."""
 RECOMPUTE = "parallel.recompute"
-"""Key of full recomputation of layers."""
+"""Key of what is computed again in backward passes."""
 
 
 def _layout(t: int, p: int, question: Question) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
         "precision": job.dtype,
         "fp8": next((role.fp8_recipe for role in job.roles if role.fp8), None),
         "distributed_optimizer": job.distributed_optimizer,
-        "recompute": any(role.recompute for role in job.roles),
+        "recompute": _recompute(job),
         "batches": _batches(job),
         "hardware": asdict(hardware),
         "efficiency": asdict(efficiency),
@@ -92,6 +92,11 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
             "short": max(top.bytes - limit, 0),
         },
     }
+
+
+def _recompute(job: Job) -> str:
+    modules = sorted({module for role in job.roles for module in role.recompute_modules})
+    return "full" if any(role.recompute for role in job.roles) else ", ".join(modules) or "none"
 
 
 def _mean_tokens(job: Job) -> int:

@@ -89,7 +89,8 @@ def _headline(plan: dict[str, Any], console: Console) -> None:
     if layout["critic_ranks"]:
         text += f", critic and reward models on {layout['critic_ranks']} ranks of their own"
     text += ", distributed optimizer" if plan["distributed_optimizer"] else ""
-    text += ", layers recomputed" if plan["recompute"] else ""
+    if plan["recompute"] != "none":
+        text += f", {'layers' if plan['recompute'] == 'full' else plan['recompute']} recomputed"
     console.print(Text(text, style="bold"))
     train = batches["train"]
     lines = [

@@ -153,10 +153,10 @@ class Clock:
 
     def _training(self, role: Role, rows: Rows, minibatch: int) -> Seconds:
         count = math.ceil(math.ceil(minibatch / role.sizes.data_parallel_size) / rows.count)
-        factor = 4 if role.recompute else 3
-        passes = []
+        tokens, passes = rows.tokens / role.sizes.context_parallel_size, []
         for index, stage in enumerate(role.stages):
-            linear = factor * flops.linear(stage, rows.tokens / role.sizes.context_parallel_size)
+            once, again = flops.linear(stage, tokens), flops.linear_again(role, stage, tokens)
+            linear, factor = 3 * once + again, 3 + (again / once if once else 0)
             work = self._compute(role, index, flops.training(self.job, role, stage, rows), linear)
             traffic = pass_traffic(self.job, role, index, rows, backward=True)
             passes.append(self._with_launch(work, factor * stage.layers) + self._communication(role, traffic))
@@ -192,7 +192,7 @@ class Clock:
         peak = self.hardware.peak
         return (slow / peak(self.job.dtype) + fast / peak(self.job.dtype, fp8=True)) / self.efficiency.flops
 
-    def _with_launch(self, work: float, layers: int) -> Seconds:
+    def _with_launch(self, work: float, layers: float) -> Seconds:
         return Seconds(compute=work, launch=max(layers * self.efficiency.layer_seconds - work, 0.0))
 
     def _communication(self, role: Role, traffic: Traffic) -> Seconds:

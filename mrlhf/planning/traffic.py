@@ -57,10 +57,13 @@ def pass_traffic(job: Job, role: Role, index: int, rows: Rows, *, backward: bool
     if t > 1:
         # In all-gathers or reduce-scatters: 4 a layer and direction, and with sequence parallelism 2 more backwards.
         passes = 1 + backward + (backward and role.recompute)
+        # Of the feed-forward parts of dense layers alone.
+        again = stage.layers - stage.moe_layers if backward and role.again("mlp") and not role.recompute else 0
         # Of a mixture of experts only the attention is shared out so.
         halves = stage.layers - stage.moe_layers / 2
-        count = halves * (4.0 * passes + (2 if split and backward else 0))
+        count = halves * (4.0 * passes + (2 if split and backward else 0)) + 2.0 * again
         calls = halves * ((4.0 if split else 2.0) * passes + (2 if split and backward else 0))
+        calls += (2.0 if split else 1.0) * again
         extra = _ends(stage, index, role, split=split, backward=backward)
         count, calls = count + extra[0], calls + extra[1]
     tensor = (count - fp8.gathers_saved(role, index, e, backward=backward)) * half
@@ -74,7 +77,7 @@ def pass_traffic(job: Job, role: Role, index: int, rows: Rows, *, backward: bool
         keys = 2 * max(role.model.num_query_groups // t, 1) * role.model.head_dim * rows.tokens * e
         # Transformer Engine's ring passes keys and values around, and backwards once more beside their gradients; our
         # own attention gathers them, and scatters the sums of their gradients.
-        passes = 1 + backward * (2 if job.transformer_engine else 1) + (backward and role.recompute)
+        passes = 1 + backward * (2 if job.transformer_engine else 1) + (backward and role.again("core_attn"))
         context = stage.layers * ring(c, float(keys)) * passes
         context_calls = stage.layers * passes * (c - 1.0 if job.transformer_engine else 2.0)
     expert, expert_calls = experts.sent(role, n, e, backward=backward)

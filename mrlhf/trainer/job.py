@@ -187,7 +187,8 @@ def load_model(
         value_bias=bias,
         masked=masked,
         fp8=fp8_for(job.config, role, trained=trainable),
-        recompute=trainable and job.config.parallel_of(role).recompute,
+        recompute=trainable and job.config.parallel_of(role).recompute == "full",
+        recompute_modules=job.config.parallel_of(role).recomputed_modules if trainable else (),
         kernels=job.config.precision.kernels,
         moe_aux_loss_coef=moe_aux_loss_coef,
     )

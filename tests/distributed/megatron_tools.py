@@ -105,7 +105,7 @@ def own_rows(rows: Sequence[Batch], groups: Any) -> Sequence[Batch]:
     return rows[groups.dp.rank() * share : (groups.dp.rank() + 1) * share]
 
 
-def accumulate(trainable: Any, rows: Sequence[Batch], size: int, denominator: float) -> float:
+def accumulate(trainable: Any, rows: Sequence[Batch], size: int, denominator: float, lengths: Any = None) -> float:
     """Gradient of the mean loss over all rows of all ranks; this rank's part of the loss sum (0 before the head)."""
     from mrlhf.megatron.schedule import forward_backward
 
@@ -121,6 +121,7 @@ def accumulate(trainable: Any, rows: Sequence[Batch], size: int, denominator: fl
         groups=groups,
         tokens=lambda batch: batch.tokens,
         request=request,
+        lengths=lengths,
     )
     return float(sum(losses))
 

@@ -22,6 +22,17 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "cp2_tp2_sp_bf16": (8, ["parallel.context_parallel_size=2", f"{TP}=2", SP, DISTRIBUTED, BF16]),
     "cp4_fp32": (4, ["parallel.context_parallel_size=4"]),
     "cp2_recompute_pp2_bf16": (4, ["parallel.context_parallel_size=2", f"{PP}=2", "parallel.recompute=true", BF16]),
+    "tp2_sp_parts_bf16": (2, [f"{TP}=2", SP, "parallel.recompute=selective", BF16]),
+    "cp2_pp2_attention_mlp": (
+        4,
+        [
+            "parallel.context_parallel_size=2",
+            f"{PP}=2",
+            "parallel.recompute=selective",
+            "parallel.recompute_modules=[core_attn,mlp]",
+            BF16,
+        ],
+    ),
     "tp2_sp_fp8": (2, [f"{TP}=2", SP, BF16, "precision.fp8=hybrid", "precision.fp8_recipe=mxfp8"]),
     "pp4_vpp_distributed": (
         8,

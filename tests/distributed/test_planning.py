@@ -35,6 +35,7 @@ class Case:
     kv_heads: int = 2
     value_bias: bool = False
     recompute: bool = False
+    parts: tuple[str, ...] = ()
     experts: int = 0
     dense_layers: tuple[int, ...] = ()
 
@@ -68,6 +69,7 @@ class Case:
         """An actor and a critic, both trained."""
         sizes = ParallelSizes(self.world, **self.sizes)
         actor = Role("actor", self.model, sizes, "lm", trained=True, recompute=self.recompute)
+        actor = replace(actor, recompute_modules=self.parts)
         return actor, replace(actor, name="critic", head="value", value_bias=self.value_bias)
 
     def job(self) -> Job:
@@ -119,6 +121,7 @@ def build(case: Case, role: Role, groups: Any) -> Any:
         initialize=True,
         value_bias=role.value_bias,
         recompute=role.recompute,
+        recompute_modules=role.recompute_modules,
     )
 
 
@@ -250,6 +253,9 @@ def _kept(case: Case, role: Role, layers: int, groups: Any) -> int:
     return sum(size for key, size in storages(kept).items() if key not in parameters)
 
 
+EVERY = ("core_attn", "layernorm", "mlp", "moe")
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -258,7 +264,11 @@ def _kept(case: Case, role: Role, layers: int, groups: Any) -> int:
         pytest.param(Case(2, TP2 | SP, "bf16"), id="tp2-sp-bf16"),
         pytest.param(Case(2, TP2 | SP), id="tp2-sp-fp32", marks=pytest.mark.slow),
         pytest.param(Case(2, TP2 | SP, "bf16", recompute=True), id="tp2-sp-bf16-recompute"),
+        pytest.param(Case(2, TP2 | SP, "bf16", parts=EVERY), id="tp2-sp-bf16-parts"),
+        pytest.param(Case(parts=("mlp",), biases=True), id="fp32-mlp", marks=pytest.mark.slow),
+        pytest.param(Case(2, TP2, "bf16", parts=("core_attn", "layernorm")), id="norms", marks=pytest.mark.slow),
         pytest.param(Case(experts=4), id="moe-fp32"),
+        pytest.param(Case(2, TP2 | SP, "bf16", experts=4, parts=EVERY), id="moe-tp2-sp-parts", marks=pytest.mark.slow),
         pytest.param(Case(2, TP2 | SP, "bf16", experts=4), id="moe-tp2-sp-etp2-bf16", marks=pytest.mark.slow),
     ],
 )
@@ -269,7 +279,12 @@ def test_activations_are_what_autograd_keeps(case: Case) -> None:
         layer = (more - less) / 2
         n, s = ROWS.tokens, role.sequence_split
         residual = n * role.model.hidden_size * job.element_bytes // s
-        planned = residual if role.recompute else activations.layer_kept(job, role, ROWS, moe=bool(case.experts))
+        planned = activations.layer_kept(job, role, ROWS, moe=bool(case.experts))
+        if case.parts:
+            again = activations.kept_again(job, role, ROWS, moe=bool(case.experts))
+            assert again > planned / 3
+            planned -= again
+        planned = residual if role.recompute else planned
         assert layer == pytest.approx(planned, rel=0.02)
         norm = n * role.model.hidden_size * activations.norm_kept(job, job.element_bytes) // s
         ends = less - 2 * layer

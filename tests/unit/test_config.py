@@ -1,6 +1,7 @@
 """The configuration: merged, strict, and every mistake named with its key."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -281,3 +282,27 @@ def test_progress_off_needs_no_quotes(file: Path) -> None:
     """YAML 1.1 reads a bare ``off`` as false."""
     assert load_config(file, ["trainer.progress=off"]).trainer.progress == "off"
     assert "trainer.progress: given True" in refusal(file, "trainer.progress=on")
+
+
+def test_what_is_computed_again(file: Path) -> None:
+    def parallel(*overrides: str) -> Any:
+        """The section with ``overrides``."""
+        return load_config(file, overrides).parallel
+
+    assert (parallel().recompute, parallel().recomputed_modules) == ("none", ())
+    # What earlier versions had.
+    assert parallel("parallel.recompute=true").recompute == "full"
+    assert parallel("parallel.recompute=false").recompute == "none"
+    assert parallel("parallel.recompute=selective").recomputed_modules == ("layernorm", "mlp", "moe")
+    parts = ["parallel.recompute=selective", "parallel.recompute_modules=[core_attn]"]
+    assert parallel(*parts).recomputed_modules == ("core_attn",)
+    assert parallel("parallel.recompute=full", parts[1]).recomputed_modules == ()
+    for wrong in ("parallel.recompute=some", "parallel.recompute_modules=[router]"):
+        with pytest.raises(ConfigError, match=r"parallel\.recompute.*expected"):
+            parallel(wrong)
+    with pytest.raises(ConfigError, match="recompute_modules is empty; name some"):
+        parallel("parallel.recompute=selective", "parallel.recompute_modules=[]")
+    fp8 = ["precision.dtype=bf16", "precision.fp8=hybrid", "precision.fp8_recipe=delayed"]
+    with pytest.raises(ConfigError, match=r"layernorm.*fp8_recipe delayed.*leave it out"):
+        parallel("parallel.recompute=selective", *fp8)
+    assert parallel("parallel.recompute=selective", "parallel.recompute_modules=[mlp]", *fp8)
