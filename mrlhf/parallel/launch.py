@@ -80,11 +80,14 @@ def initialize(env: LaunchEnv, backend: str = "auto", timeout: timedelta = timed
     import torch
     import torch.distributed as dist
 
+    from mrlhf.parallel.allocator import keep_freed_memory
     from mrlhf.parallel.pulse import start_pulse
     from mrlhf.parallel.rendezvous import join_store, keeps_store
 
     env = resolve_address(env)
     cuda = torch.cuda.is_available()
+    if not cuda:
+        keep_freed_memory()
     if backend == "nccl" and not cuda:
         raise ConfigError("launch.backend is nccl, but this process sees no CUDA device; use gloo or auto")
     if backend == "gloo" and cuda:
