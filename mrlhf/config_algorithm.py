@@ -33,6 +33,11 @@ class PPOAlgorithmConfig(Section):
         description="lay the rows of a micro-batch one after the other without padding; changes speed only, and what "
         "actor.moe_aux_loss_coef balances",
     )
+    skip_old_logprobs: bool = Field(
+        False,
+        description="no pass for the log-probs before the updates: with epochs 1 and one minibatch they are those of "
+        "the update itself, and the KL in the reward is the sampler's (rollout.logprobs)",
+    )
     shuffle: bool = Field(True, description="a new order of the rows in every epoch")
     kl_coef: NonNegativeFloat = Field(
         0.1, description="weight of the KL penalty inside the reward; with advantage grpo 0 where it is not given"
@@ -89,6 +94,11 @@ class PPOAlgorithmConfig(Section):
         """Whether advantages come from a value model."""
         return self.advantage == "gae"
 
+    @property
+    def uses_reference(self) -> bool:
+        """Whether sampled rows go through the reference: always where the KL to it can be logged."""
+        return not self.skip_old_logprobs or self.kl_coef != 0 or self.kl_loss_coef != 0
+
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_estimator(cls, data: Any) -> Any:
@@ -112,6 +122,41 @@ class PPOAlgorithmConfig(Section):
                 f"trainer.iterations {iterations}; lower the one or raise the other"
             )
         return found + self._estimator_problems(samples_per_prompt)
+
+    def old_logprob_problems(self, *, semantics: str, rows: int, dropout: float, sampled: bool) -> list[str]:
+        """Why the pass of ``skip_old_logprobs`` cannot be left out.
+
+        Args:
+            semantics: of the run.
+            rows: of one iteration, over all ranks.
+            dropout: the actor's.
+            sampled: whether the sampler's log-probs are kept.
+        """
+        found = []
+        if self.epochs > 1:
+            found.append(f"ppo.epochs is {self.epochs}, and later passes need the log-probs before the first; set 1")
+        if rows > self.minibatch_size:
+            found.append(
+                f"the {rows} rows of an iteration (rollout.prompts_per_iteration x samples_per_prompt) are more than "
+                f"one minibatch; set ppo.minibatch_size={rows}"
+            )
+        if dropout:
+            found.append(
+                f"actor.dropout is {dropout:g}, and a pass with dropout does not have the log-probs of the policy that "
+                "sampled; set 0"
+            )
+        if semantics == "deepspeed_chat":
+            found.append(
+                "semantics is deepspeed_chat, whose KL has a position after the response, and whose rows may be those "
+                "of an earlier rollout; set semantics=standard"
+            )
+        if self.kl_coef and not sampled:
+            found.append(
+                f"ppo.kl_coef {self.kl_coef:g} puts the policy's log-probs into the reward; set rollout.logprobs=true "
+                "(the sampler's are taken), or ppo.kl_coef=0"
+            )
+        advice = "or set ppo.skip_old_logprobs=false"
+        return [f"ppo.skip_old_logprobs: {problem}, {advice}" for problem in found]
 
     def _chat_problems(self) -> list[str]:
         found = []

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from mrlhf.config_schema import (
-    PPOAlgorithmConfig,
-    PPOConfig,
-    RewardConfig,
-    RewardFunctionSource,
-    RolloutConfig,
-    TrainerConfig,
-)
+from mrlhf.config_rewards import RewardConfig, RewardFunctionSource
+from mrlhf.config_schema import PPOAlgorithmConfig, PPOConfig, RolloutConfig, TrainerConfig
 from mrlhf.config_sections import PositiveInt
 
 
@@ -51,7 +45,15 @@ class EvalConfig(PPOConfig):
         """None: without a critic there is little to do at the same time, so that all models are on all ranks."""
         return ()
 
+    @property
+    def needs_reference(self) -> bool:
+        """Always: it answers beside the actor."""
+        return True
+
     def _placement_problems(self) -> list[str]:
+        return []
+
+    def _old_logprob_problems(self) -> list[str]:
         return []
 
 

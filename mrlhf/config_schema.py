@@ -12,10 +12,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mrlhf.config_algorithm import PPOAlgorithmConfig, PTXConfig
+from mrlhf.config_rewards import RewardConfig, RewardModelSource
 from mrlhf.config_sections import (
     AdamConfig,
     Dropout,
-    FiniteFloat,
     InferenceConfig,
     NaturalInt,
     NonNegativeFloat,
@@ -61,62 +61,6 @@ class ReferenceConfig(Section):
     """The frozen model that the actor must stay close to."""
 
     path: str | None = Field(None, description="folder as for actor.path; null: the actor's")
-
-
-class RewardModelSource(Section):
-    """Scores from a one-label sequence classifier."""
-
-    kind: Literal["model"] = Field("model", description="a reward model")
-    path: str = Field(description="folder as for actor.path, of a one-label sequence classifier")
-    parallel: ParallelConfig | None = Field(
-        None, description="own layout on the same ranks (see placement), with parallel's keys; null: parallel"
-    )
-    weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
-
-
-class RewardFunctionSource(Section):
-    """Scores from a Python function ``target(prompts, responses, **meta) -> list[float]``."""
-
-    kind: Literal["function"] = Field("function", description="a Python function")
-    target: str = Field(description="package.module:callable", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
-    weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
-    retries: NaturalInt = Field(0, description="further calls, with growing waits, after one that failed")
-
-
-class RewardRemoteSource(Section):
-    """Scores from a server: it is sent prompts, responses and meta as JSON and answers with scores."""
-
-    kind: Literal["remote"] = Field("remote", description="a server")
-    url: str = Field(description="address that takes the POST requests", pattern=r"^https?://\S+$")
-    weight: FiniteFloat = Field(1.0, description="factor of these scores in the sum of all sources")
-    batch_size: PositiveInt = Field(64, description="responses of one request")
-    timeout_seconds: PositiveFloat = Field(60.0, description="longest time for one answer")
-    retries: NaturalInt = Field(3, description="further tries after no connection, no answer in time, or a busy server")
-    headers: dict[str, str] = Field(
-        default_factory=dict, description="HTTP headers; $NAME stands for a variable of the environment"
-    )
-
-
-RewardSource = Annotated[RewardModelSource | RewardFunctionSource | RewardRemoteSource, Field(discriminator="kind")]
-
-
-class RewardConfig(Section):
-    """Where scores come from: the weighted sum of the sources, normalised, penalised, then clipped (ppo.score_clip)."""
-
-    sources: tuple[RewardSource, ...] = Field(description="reward models and functions, at least one, summed")
-    normalize: bool = Field(False, description="replace scores by (score - running mean) / running standard deviation")
-    missing_eos_penalty: NonNegativeFloat | None = Field(
-        None, description="taken off the score of a response without an end token"
-    )
-
-    @model_validator(mode="after")
-    def _some_source(self) -> RewardConfig:
-        if not self.sources:
-            raise ValueError(
-                "sources is empty; give at least one {kind: model, path: ...}, {kind: function, ...} or "
-                "{kind: remote, ...}"
-            )
-        return self
 
 
 class DataConfig(Section):
@@ -313,6 +257,16 @@ class PPOConfig(RunConfig):
         return self.ptx.batch_size or self.ppo.minibatch_size
 
     @property
+    def keeps_rollout_logprobs(self) -> bool:
+        """Whether the sampler's log-probs are kept with its rows."""
+        return self.rollout.logprobs or self.ppo.importance_cap is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run has a reference: for its updates, for the KL that is logged, or for evaluations."""
+        return self.ppo.uses_reference or bool(self.trainer.eval_interval)
+
+    @property
     def reference_path(self) -> str:
         """The folder of the reference."""
         return self.reference.path or self.actor.path
@@ -368,7 +322,7 @@ class PPOConfig(RunConfig):
                     f"optimizer.{role}.warmup_iterations {adam.warmup_iterations} are over "
                     f"trainer.iterations {self.trainer.iterations}{less}"
                 )
-        problems += self._placement_problems()
+        problems += self._placement_problems() + self._old_logprob_problems()
         if self.ptx.path is None:
             fields = type(self.ptx).model_fields
             given = [name for name, field in fields.items() if getattr(self.ptx, name) != field.default]
@@ -383,6 +337,16 @@ class PPOConfig(RunConfig):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _old_logprob_problems(self) -> list[str]:
+        if not self.ppo.skip_old_logprobs:
+            return []
+        return self.ppo.old_logprob_problems(
+            semantics=self.semantics,
+            rows=self.rows_per_iteration,
+            dropout=self.actor.dropout,
+            sampled=self.keeps_rollout_logprobs,
+        )
 
     def _placement_problems(self) -> list[str]:
         if self.placement == "colocated":

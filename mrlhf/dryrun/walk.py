@@ -131,7 +131,8 @@ class _Walk:
         return RankWalk(rank, self.parts, self.phases, self.kv_cache, saved)
 
     def _build_frozen(self) -> None:
-        self.reference = self._build("reference", lambda: jobs.build_reference(self.job))
+        if self.config.needs_reference:
+            self.reference = self._build("reference", lambda: jobs.build_reference(self.job))
         self.rewards = [
             self._build(f"reward{index}", partial(jobs.build_reward_model, self.job, index))
             for index in range(len(self.config.reward_model_paths))
@@ -205,10 +206,11 @@ class _Walk:
 
     def _infer(self) -> RolloutBatch:
         batch, temperature = self._rows(), self.config.rollout.temperature
-        asked: dict[str, Any] = {
-            "actor": lambda cut: self.actor.logprobs(batch, cut, temperature=temperature),
-            "reference": lambda cut: self.reference.logprobs(batch, cut, temperature=temperature),
-        }
+        asked: dict[str, Any] = {}
+        if not self.config.ppo.skip_old_logprobs:
+            asked["actor"] = lambda cut: self.actor.logprobs(batch, cut, temperature=temperature)
+        if self.config.ppo.uses_reference:
+            asked["reference"] = lambda cut: self.reference.logprobs(batch, cut, temperature=temperature)
         if self.critic is not None:
             asked["critic"] = lambda cut: self.critic.values(batch, cut)
         for index, model in enumerate(self.rewards):
@@ -223,9 +225,11 @@ class _Walk:
                 # The same passes through a model of the same kind.
                 self.phases[f"inference/{role}"] = self.phases[f"inference/{twin}"]
                 found[role] = torch.zeros_like(scores if role.startswith("reward") else found[twin])
+        if self.config.keeps_rollout_logprobs:
+            batch = batch.replace(rollout_logprobs=torch.zeros(batch.size, batch.width - 1))
         batch = batch.replace(
-            old_logprobs=found["actor"],
-            ref_logprobs=found["reference"],
+            old_logprobs=found.get("actor"),
+            ref_logprobs=found.get("reference"),
             values=found.get("critic"),
             scores=scores,
             raw_scores=scores,

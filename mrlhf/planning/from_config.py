@@ -37,7 +37,8 @@ def role_paths(config: RunConfig) -> dict[str, str]:
         paths = {"actor": config.actor.path}
         if config.ppo.needs_critic:
             paths["critic"] = config.critic_path
-        paths["reference"] = config.reference_path
+        if config.needs_reference:
+            paths["reference"] = config.reference_path
         return paths | {f"reward{index}": path for index, path in enumerate(config.reward_model_paths)}
     if isinstance(config, SupervisedConfig):
         paths = {"model": config.model.path}
@@ -161,6 +162,7 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
     )
     text_length = min(config.ptx.max_length or models["actor"].max_position_embeddings, 10**9)
     text = config.ptx.path is not None
+    idle = (("actor",) if ppo.skip_old_logprobs else ()) + (() if ppo.uses_reference else ("reference",))
     text_width = _round_up(text_length + 1, multiple)
     return Job(
         kind="ppo",
@@ -174,6 +176,7 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
         train_mean=rows(ppo.micro_batch_size, ppo.micro_batch_tokens, mean, mean_response),
         inference=rows(inference.micro_batch_size, inference.micro_batch_tokens, longest, response),
         inference_mean=rows(inference.micro_batch_size, inference.micro_batch_tokens, mean, mean_response),
+        idle_in_inference=idle,
         rollout=Rollout(slots, prompt, config.longest_response, mean_prompt, mean_response),
         entropy=ppo.log_entropy or ppo.entropy_coef != 0,
         row_slots=longest,

@@ -150,6 +150,7 @@ class Job:
         train_mean: the same at mean lengths, for FLOPs and times.
         inference: the largest micro-batch of the passes without gradient; None where there are none.
         inference_mean: the same at mean lengths.
+        idle_in_inference: names of roles that make no such passes, though others of their kind do.
         rollout: None where nothing is generated.
         entropy: whether the actor's head computes entropies in training.
         row_slots: slots of a row as they are kept for a whole iteration.
@@ -172,6 +173,7 @@ class Job:
     train_mean: Rows
     inference: Rows | None = None
     inference_mean: Rows | None = None
+    idle_in_inference: tuple[str, ...] = ()
     rollout: Rollout | None = None
     entropy: bool = False
     row_slots: int = 0
@@ -212,10 +214,11 @@ class Job:
         return (role for role in self.roles if role.trained)
 
     def inferred(self) -> list[Role]:
-        """The roles that make passes without gradient in an iteration: all of PPO's, else the frozen ones."""
+        """The roles that make passes without gradient in an iteration: of PPO's all but idle ones, else the frozen."""
         if self.inference is None:
             return []
-        return [role for role in self.roles if self.rollout is not None or not role.trained]
+        there = [role for role in self.roles if role.name not in self.idle_in_inference]
+        return [role for role in there if self.rollout is not None or not role.trained]
 
     def rank_classes(self) -> list[tuple[range, dict[str, int]]]:
         """Ranks that hold the same stages, in order: ``(ranks, {role: pipeline rank})``, of the roles they have."""

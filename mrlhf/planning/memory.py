@@ -130,7 +130,7 @@ def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
     if job.inference is not None:
         passing = [role for role in job.inferred() if role in held]
         pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in passing]
-        work, head = max(pairs, key=sum)
+        work, head = max(pairs, key=sum, default=(0, 0))
         found["inference"] = PhaseBytes(**base, activations=work, head=head, rows=own)
     # While it trains, every rank holds the rows of all replicas, so that minibatches do not depend on DP.
     rows = job.rows * job.row_slots * job.row_bytes

@@ -9,6 +9,7 @@ from mrlhf.rl.losses import (
     entropy_loss,
     kl_loss,
     policy_loss,
+    sampler_gap,
     truncated_weights,
     value_loss,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "policy_loss",
     "response_masks",
     "returns_to_go",
+    "sampler_gap",
     "sequence_row_weights",
     "sequence_logprobs",
     "shape_rewards",

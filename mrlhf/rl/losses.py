@@ -145,6 +145,31 @@ def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, response_m
     return select(weights, response_mask)
 
 
+GAP = 0.1
+"""A gap of log-probs that counts as large: the token's probability is off by a tenth."""
+
+
+def sampler_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> dict[str, Metric]:
+    """How far the sampler's log-probs are from those of the training passes, before any update.
+
+    Args:
+        old_logprobs: ``[B, W]`` of the training passes.
+        rollout_logprobs: ``[B, W]`` of the sampler.
+        response_mask: bool ``[B, W]``; what lies outside is not read.
+
+    Returns:
+        ``rollout_logprob_gap_mean``, ``rollout_logprob_gap_max`` and ``rollout_logprob_gap_share``, the share of
+        tokens where it is over `GAP`.
+    """
+    gap = (select(old_logprobs, response_mask) - select(rollout_logprobs, response_mask)).abs()
+    tokens = _Tokens(response_mask, None, gap.dtype)
+    return {
+        "rollout_logprob_gap_mean": tokens.mean(gap),
+        "rollout_logprob_gap_max": tokens.max(gap),
+        "rollout_logprob_gap_share": tokens.mean(gap > GAP),
+    }
+
+
 def value_loss(
     values: Tensor,
     old_values: Tensor,

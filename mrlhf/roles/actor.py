@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from mrlhf.rl import entropy_loss, kl_loss, policy_loss, truncated_weights
+from mrlhf.rl import entropy_loss, kl_loss, policy_loss, sampler_gap, truncated_weights
 from mrlhf.roles.micro_batches import Plan
 from mrlhf.roles.model import Gradients, LossFunction, TrainedModel, in_label_frame
 from mrlhf.roles.policy import PolicyModel, logprob_request
@@ -28,6 +28,8 @@ class PolicyLossSettings:
     temperature: float = 1.0
     fixed_length: int | None = None
     """Tokens that each row counts for in the mean of the logged losses; None: those it has, by their weights."""
+    on_policy: bool = False
+    """The policy has made no step since it sampled, so that its log-probs are the old ones too: the ratio is 1."""
 
     @property
     def with_entropy(self) -> bool:
@@ -40,23 +42,26 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
 
     def loss(batch: RolloutBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         """From a micro-batch and the head's output ``[(2,) b, S]``."""
-        assert batch.old_logprobs is not None
         assert batch.advantages is not None
         assert batch.response_mask is not None
         frame = in_label_frame(output)
         logprobs, entropy = (frame[0], frame[1]) if settings.with_entropy else (frame, None)
         mask, weights = batch.response_mask, batch.row_weights
+        old = logprobs.detach() if settings.on_policy else batch.old_logprobs
+        assert old is not None
         terms = policy_loss(
             logprobs,
-            batch.old_logprobs,
+            old,
             batch.advantages,
             mask,
             clip_eps=settings.clip_eps,
             dual_clip=settings.dual_clip,
             row_weights=weights,
-            importance_weights=_importance(batch, mask, settings.importance_cap),
+            importance_weights=_importance(old, batch.rollout_logprobs, mask, settings.importance_cap),
         )
         total, metrics = terms.loss_sum, dict(terms.metrics)
+        if settings.on_policy and batch.rollout_logprobs is not None:
+            metrics.update(sampler_gap(old, batch.rollout_logprobs, mask))
         count = terms.count if settings.fixed_length is None else float(batch.size * settings.fixed_length)
         metrics["policy_loss"] = Metric("mean", terms.loss_sum.detach(), count)
         if entropy is not None:
@@ -74,12 +79,13 @@ def actor_loss(settings: PolicyLossSettings) -> LossFunction:
     return loss
 
 
-def _importance(batch: RolloutBatch, mask: torch.Tensor, cap: float | None) -> torch.Tensor | None:
+def _importance(
+    old: torch.Tensor, sampled: torch.Tensor | None, mask: torch.Tensor, cap: float | None
+) -> torch.Tensor | None:
     if cap is None:
         return None
-    assert batch.old_logprobs is not None
-    assert batch.rollout_logprobs is not None, "the sampler keeps its log-probs where weights are made of them"
-    return truncated_weights(batch.old_logprobs, batch.rollout_logprobs, mask, cap)
+    assert sampled is not None, "the sampler keeps its log-probs where weights are made of them"
+    return truncated_weights(old, sampled, mask, cap)
 
 
 class Actor(TrainedModel, PolicyModel):

@@ -61,17 +61,25 @@ def add_inference(
     batch: RolloutBatch,
     cut: Cut,
     *,
-    actor: PolicyModel,
-    reference: PolicyModel,
+    actor: PolicyModel | None,
+    reference: PolicyModel | None,
     critic: Critic | None,
     temperature: float,
 ) -> RolloutBatch:
-    """Set ``old_logprobs``, ``ref_logprobs`` and, with a critic, ``values``: what the models say before any update."""
+    """Set ``old_logprobs``, ``ref_logprobs`` and ``values``: what the models that are given say before any update."""
     return batch.replace(
-        old_logprobs=actor.logprobs(batch, cut, temperature=temperature),
-        ref_logprobs=reference.logprobs(batch, cut, temperature=temperature),
+        old_logprobs=actor.logprobs(batch, cut, temperature=temperature) if actor is not None else None,
+        ref_logprobs=reference.logprobs(batch, cut, temperature=temperature) if reference is not None else None,
         values=critic.values(batch, cut) if critic is not None else None,
     )
+
+
+def logprobs_before_updates(batch: RolloutBatch) -> torch.Tensor | None:
+    """``[B, S-1]`` of the policy that sampled: ``old_logprobs``, or the sampler's own where these were not computed.
+
+    Both are at the temperature of sampling, under the whole distribution. None where neither is known.
+    """
+    return batch.old_logprobs if batch.old_logprobs is not None else batch.rollout_logprobs
 
 
 def penalized_scores(batch: RolloutBatch, settings: ShapingSettings) -> torch.Tensor:
@@ -100,15 +108,20 @@ def add_advantages(batch: RolloutBatch, settings: ShapingSettings, dp_group: Gro
     - ``grpo``, ``rloo``: a response's shaped rewards are added up to what it earned, which `group_advantages` compares
       within its group; all its tokens have that advantage.
     - ``reinforce_plus_plus``: shaped rewards from each token on, always whitened.
+
+    ``kl`` stays None where the log-probs of policy or reference are not known, which needs ``kl_coef`` 0.
     """
-    assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
     assert batch.gae_mask is not None
     assert batch.response_mask is not None
+    logprobs, ref_logprobs = logprobs_before_updates(batch), batch.ref_logprobs
+    known = logprobs is not None and ref_logprobs is not None
+    if logprobs is None or ref_logprobs is None:
+        assert not settings.kl_coef, "there are no log-probs for the KL in the reward"
+        logprobs = ref_logprobs = torch.zeros(batch.gae_mask.shape, device=batch.gae_mask.device)
     rewards, kl = shape_rewards(
         penalized_scores(batch, settings),
-        batch.old_logprobs,
-        batch.ref_logprobs,
+        logprobs,
+        ref_logprobs,
         batch.gae_mask,
         kl_coef=settings.kl_coef,
         score_clip=settings.score_clip,
@@ -127,7 +140,7 @@ def add_advantages(batch: RolloutBatch, settings: ShapingSettings, dp_group: Gro
         advantages = torch.where(batch.response_mask, each.unsqueeze(1), torch.zeros_like(rewards))
     if settings.whiten_advantages or settings.estimator == "reinforce_plus_plus":
         advantages = whiten_over_ranks(advantages, batch.response_mask, dp_group, shift_mean=True)
-    return batch.replace(rewards=rewards, kl=kl, advantages=advantages, returns=returns)
+    return batch.replace(rewards=rewards, kl=kl if known else None, advantages=advantages, returns=returns)
 
 
 def _gae(batch: RolloutBatch, rewards: torch.Tensor, settings: ShapingSettings) -> tuple[torch.Tensor, torch.Tensor]:

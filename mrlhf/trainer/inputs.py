@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mrlhf.config_schema import PPOConfig, RewardFunctionSource, RewardRemoteSource
+from mrlhf.config_rewards import RewardFunctionSource, RewardRemoteSource
+from mrlhf.config_schema import PPOConfig
 from mrlhf.data.prompts import PromptDataset, load_prompts
 from mrlhf.data.sft import SFTExample, load_sft
 from mrlhf.data.stream import ExampleSet

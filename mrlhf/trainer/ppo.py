@@ -132,7 +132,7 @@ class PPOTrainer:
         self.held_out = held_out
         self.actor: Actor = jobs.build_actor(job)
         self.critic: Critic | None = jobs.build_critic(job) if config.ppo.needs_critic and job.split is None else None
-        self.reference: Reference = jobs.build_reference(job)
+        self.reference: Reference | None = jobs.build_reference(job) if config.needs_reference else None
         reward_models = jobs.build_reward_models(job) if job.split is None else []
         self.critic_ranks = self._meet_critic_ranks(job)
         self.heartbeat = open_heartbeat(config.output_dir, config.launch.timeout_minutes)
@@ -150,7 +150,7 @@ class PPOTrainer:
             dp_group=job.groups.dp,
             device=job.device,
             complete=stop_strings(config, tokenizer),
-            with_logprobs=config.rollout.logprobs or config.ppo.importance_cap is not None,
+            with_logprobs=config.keeps_rollout_logprobs,
         )
         self.ema = WeightAverage(self.actor, config.ppo.ema_decay) if config.ppo.ema_decay is not None else None
         ptx = self._build_ptx(texts) if texts is not None else None
@@ -182,7 +182,7 @@ class PPOTrainer:
         )
 
         self.evaluator: Evaluator | None = None
-        if held_out is not None:
+        if held_out is not None and self.reference is not None:
             scorer = self.critic_ranks or self.scorer
             self.evaluator = build_evaluator(job, self.actor, self.reference, scorer, tokenizer, held_out)
         self.checkpoints = Checkpointer(job, config.trainer, PPORunState(self), iterations=config.trainer.iterations)
@@ -350,7 +350,9 @@ class PPOTrainer:
     def _infer(self, batch: RolloutBatch, samples: list[Sample], width: int | None = None) -> RolloutBatch:
         config = self.config
         cut = inference_cut(config.inference)
-        say = partial(add_inference, cut=cut, actor=self.actor, reference=self.reference)
+        actor = None if config.ppo.skip_old_logprobs else self.actor
+        reference = self.reference if config.ppo.uses_reference else None
+        say = partial(add_inference, cut=cut, actor=actor, reference=reference)
         say = partial(say, critic=self.critic, temperature=config.rollout.temperature)
         if self.critic_ranks is None or self.timer is None:
             batch = say(batch)

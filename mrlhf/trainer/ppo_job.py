@@ -11,7 +11,8 @@ import torch
 from mrlhf.checkpoint.convert import stand_by_load
 from mrlhf.checkpoint.hf import read_head
 from mrlhf.config import check_run, layout_problems
-from mrlhf.config_schema import PPOConfig, RewardModelSource
+from mrlhf.config_rewards import RewardModelSource
+from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import AdamConfig
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.megatron.optimizer import Trainable
@@ -41,7 +42,9 @@ def read_models(
         CheckpointError: a folder has no readable configuration or weights.
         ConfigError: a folder holds another kind of model than its role needs.
     """
-    paths = {"actor": config.actor.path, "reference": config.reference_path}
+    paths = {"actor": config.actor.path}
+    if config.needs_reference:
+        paths["reference"] = config.reference_path
     if config.ppo.needs_critic:
         paths["critic"] = config.critic_path
     paths |= {f"reward{index}": path for index, path in enumerate(config.reward_model_paths)}
@@ -165,8 +168,9 @@ def wait_for_critic_ranks(job: PPOJob) -> None:
 
 def wait_for_actor_ranks(job: PPOJob) -> None:
     """On the ranks of critic and reward models, at the place where the others build actor and reference."""
-    for path in (job.config.actor.path, job.config.reference_path):
-        stand_by_load(path)
+    stand_by_load(job.config.actor.path)
+    if job.config.needs_reference:
+        stand_by_load(job.config.reference_path)
 
 
 def described_places(job: PPOJob) -> str:
@@ -174,9 +178,10 @@ def described_places(job: PPOJob) -> str:
     if job.split is None:
         return job.sizes.describe()
     theirs, critics = job.split.critic_ranks, ", ".join(job.config.on_critic_ranks)
+    actors = "actor, reference" if job.config.needs_reference else "actor"
     main = job.split.sizes[job.config.on_critic_ranks[0]]
     return (
-        f"actor, reference on ranks 0-{theirs.start - 1}: {job.split.sizes['actor'].describe()}; {critics} on ranks "
+        f"{actors} on ranks 0-{theirs.start - 1}: {job.split.sizes['actor'].describe()}; {critics} on ranks "
         f"{theirs.start}-{theirs.stop - 1}: {main.describe()}"
     )
 

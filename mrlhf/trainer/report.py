@@ -14,7 +14,8 @@ from mrlhf.megatron.optimizer import peak_memory_bytes
 from mrlhf.parallel.collectives import all_reduce_metrics
 from mrlhf.parallel.heartbeat import Heartbeat
 from mrlhf.progress import Display
-from mrlhf.rl import kl_estimate, masked_mean, masked_moments, masked_sum
+from mrlhf.rl import kl_estimate, masked_mean, masked_moments, masked_sum, sampler_gap
+from mrlhf.trainer.experience import logprobs_before_updates
 from mrlhf.trainer.updates import Step
 from mrlhf.types import Metric, RolloutBatch
 
@@ -116,20 +117,15 @@ def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     assert batch.rewards is not None
     assert batch.response_mask is not None
     assert batch.gae_mask is not None
-    assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
     mask, scores = batch.response_mask, batch.raw_scores.double()
     lengths = batch.response_lengths.double()
-    kl = {k: kl_estimate(batch.old_logprobs, batch.ref_logprobs, k) for k in ("k1", "k3")}
     return {
         "score_mean": float(scores.mean()),
         "score_std": float(scores.std(correction=0)),
         "score_min": float(scores.min()),
         "score_max": float(scores.max()),
         "reward_mean": float(masked_sum(batch.rewards, batch.gae_mask, dim=1).mean()),
-        "kl_k1": float(masked_mean(kl["k1"], mask)),
-        "kl_k3": float(masked_mean(kl["k3"], mask)),
-        "kl_sequence": float(masked_sum(kl["k1"], mask, dim=1).mean()),
+        **_kl_metrics(batch, mask),
         **_value_metrics(batch, mask),
         **_sampler_gap(batch, mask),
         "response_length_mean": float(lengths.mean()),
@@ -139,20 +135,23 @@ def _batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-GAP = 0.1
-"""A gap of log-probs that counts as large: the token's probability is off by a tenth."""
+def _kl_metrics(batch: RolloutBatch, mask: torch.Tensor) -> dict[str, float]:
+    logprobs = logprobs_before_updates(batch)
+    if logprobs is None or batch.ref_logprobs is None:
+        return {}
+    k1, k3 = (kl_estimate(logprobs, batch.ref_logprobs, kind) for kind in ("k1", "k3"))
+    return {
+        "kl_k1": float(masked_mean(k1, mask)),
+        "kl_k3": float(masked_mean(k3, mask)),
+        "kl_sequence": float(masked_sum(k1, mask, dim=1).mean()),
+    }
 
 
 def _sampler_gap(batch: RolloutBatch, mask: torch.Tensor) -> dict[str, float]:
-    """How far the sampler's log-probs are from those of the training passes, before any update."""
     if batch.rollout_logprobs is None or batch.old_logprobs is None:
         return {}
-    gap = torch.where(mask, batch.old_logprobs - batch.rollout_logprobs, 0.0).abs()
-    return {
-        "rollout_logprob_gap_mean": float(masked_mean(gap, mask)),
-        "rollout_logprob_gap_max": float(gap.max()),
-        "rollout_logprob_gap_share": float(masked_mean((gap > GAP).float(), mask)),
-    }
+    gap = sampler_gap(batch.old_logprobs, batch.rollout_logprobs, mask)
+    return {name: metric.result() for name, metric in gap.items()}
 
 
 def _value_metrics(batch: RolloutBatch, mask: torch.Tensor) -> dict[str, float]:
@@ -179,6 +178,10 @@ def _loss_metrics(reduced: dict[str, float], steps: list[Step]) -> dict[str, flo
         "clip_fraction": "policy/clip_fraction",
         "dual_clip_fraction": "policy/dual_clip_fraction",
         "importance_weight_mean": "policy/importance_weight_mean",
+        # Where log-probs before the updates were not computed; else they are measured on the batch.
+        "rollout_logprob_gap_mean": "policy/rollout_logprob_gap_mean",
+        "rollout_logprob_gap_max": "policy/rollout_logprob_gap_max",
+        "rollout_logprob_gap_share": "policy/rollout_logprob_gap_share",
         "value_clip_fraction": "value/value_clip_fraction",
         "approx_kl_k1": "policy/approx_kl_k1",
         "approx_kl": "policy/approx_kl_k3",
@@ -208,9 +211,8 @@ def _loss_metrics(reduced: dict[str, float], steps: list[Step]) -> dict[str, flo
 def sample_rows(batch: RolloutBatch, tokenizer: Tokenizer, iteration: int) -> list[dict[str, Any]]:
     """The first rows as text, for the sample table."""
     assert batch.raw_scores is not None
-    assert batch.kl is not None
     assert batch.response_mask is not None
-    kl = masked_sum(batch.kl, batch.response_mask, dim=1)
+    kl = masked_sum(batch.kl, batch.response_mask, dim=1) if batch.kl is not None else None
     return [
         {
             "iteration": iteration,
@@ -218,7 +220,7 @@ def sample_rows(batch: RolloutBatch, tokenizer: Tokenizer, iteration: int) -> li
             "prompt": tokenizer.decode(batch.prompt(row)),
             "response": tokenizer.decode(batch.response(row)),
             "score": round(float(batch.raw_scores[row]), 6),
-            "kl": round(float(kl[row]), 6),
+            **({"kl": round(float(kl[row]), 6)} if kl is not None else {}),
             "response_length": int(batch.response_lengths[row]),
             "truncated": bool(batch.truncated[row]),
         }

@@ -49,6 +49,7 @@ def update_settings(config: PPOConfig) -> UpdateSettings:
         kl_loss_kind=ppo.kl_loss_kind,
         temperature=config.rollout.temperature,
         fixed_length=_fixed_length(config),
+        on_policy=ppo.skip_old_logprobs,
     )
     return UpdateSettings(
         policy=policy,

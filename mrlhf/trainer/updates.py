@@ -227,7 +227,9 @@ class Updater:
             policy, value = self._gradients(batch, rows, train_actor=train_actor)
         if policy is not None and self.actor is not None and self.actor.counts_metrics:
             metrics.add(policy.metrics, "policy/")
-            metrics.add(_ratio_error(policy.metrics) if first else {})
+            # A ratio of 1 by construction checks nothing.
+            checked = first and not self.settings.policy.on_policy
+            metrics.add(_ratio_error(policy.metrics) if checked else {})
         if value is not None and self.critic is not None and self.critic.counts_metrics:
             metrics.add(value.metrics, "value/")
         stop = policy is not None and self._too_far(policy)

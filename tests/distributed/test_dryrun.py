@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "fp8_tp2_sp": (2, [TP2, SP, *FP8]),
     "fp8_delayed_tp2": (2, [TP2, *FP8, "precision.fp8_recipe=delayed"]),
     "fp8_delayed_cp2": (2, [CP2, *FP8, "precision.fp8_recipe=delayed"]),
+    "skip_old_logprobs": (2, [TP2, "ppo.skip_old_logprobs=true", "ppo.epochs=1", "ppo.kl_coef=0"]),
     "own_layout": (2, [TP2, "critic.parallel.tensor_model_parallel_size=1"]),
 }
 QUICK = ("pp2",)
@@ -95,7 +97,7 @@ def real_iteration(config: Any) -> dict[str, Any]:
     with (
         count("rollout", trainer.sampler.engine, "generate"),
         count("inference/actor", trainer.actor, "logprobs"),
-        count("inference/reference", trainer.reference, "logprobs"),
+        count("inference/reference", trainer.reference, "logprobs") if trainer.reference is not None else nullcontext(),
         count("inference/critic", trainer.critic, "values"),
         count("inference/reward0", reward, "scores"),
         count("experience", ppo, "add_advantages"),
@@ -116,6 +118,7 @@ def real_iteration(config: Any) -> dict[str, Any]:
         state = PPORunState(trainer)
         saved = planned_tensors(state.models(), state.averages(), optimizer=config.checkpoint.optimizer)
     models = {"actor": trainer.actor, "critic": trainer.critic, "reference": trainer.reference, "reward0": reward}
+    models = {role: model for role, model in models.items() if model is not None}
     return {
         "shapes": {
             role: {f"{i}.{n}": tuple(p.shape) for i, c in enumerate(model.chunks) for n, p in c.named_parameters()}

@@ -34,6 +34,10 @@ PPO = {
         "actor.dropout=0.1",
         "optimizer.actor.lr_schedule=cosine",
     ),
+    "skip_old_logprobs": (
+        *(*OVERRIDES, "ppo.epochs=1", "ppo.minibatch_size=8", "ppo.skip_old_logprobs=true", "rollout.logprobs=true"),
+        *("ppo.kl_target=0.1", "ppo.kl_horizon=20"),
+    ),
     "deepspeed_chat": (*OVERRIDES, "rollout.prompts_per_iteration=4", "ppo.epochs=1", "semantics=deepspeed_chat"),
 }
 

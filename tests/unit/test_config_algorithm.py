@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mrlhf.config import PPOConfig, load_config, option_table, to_yaml
+from mrlhf.config_inference import EvalConfig
 from mrlhf.errors import ConfigError
 
 BASE = (
@@ -17,6 +18,7 @@ BASE = (
     "trainer.iterations=4",
 )
 GROUPS = "rollout.samples_per_prompt=4"
+SKIP = "ppo.skip_old_logprobs=true"
 
 
 def load(*overrides: str) -> PPOConfig:
@@ -71,6 +73,11 @@ REFUSED = {
     "ppo.advantage rloo needs semantics=standard": ["ppo.advantage=rloo", GROUPS, "semantics=deepspeed_chat"],
     "ppo.loss_aggregation must be token": ["ppo.loss_aggregation=sequence", "semantics=deepspeed_chat"],
     "ppo.ema_decay": ["ppo.ema_decay=1.0"],
+    "ppo.skip_old_logprobs: ppo.epochs is 2, and later passes": [SKIP, "ppo.kl_coef=0", "ppo.epochs=2"],
+    "set ppo.minibatch_size=8, or set ppo.skip_old_logprobs=false": [SKIP, "ppo.kl_coef=0", "ppo.minibatch_size=7"],
+    "ppo.skip_old_logprobs: actor.dropout is 0.1": [SKIP, "ppo.kl_coef=0", "actor.dropout=0.1"],
+    "ppo.skip_old_logprobs: semantics is deepspeed_chat": [SKIP, "ppo.kl_coef=0", "semantics=deepspeed_chat"],
+    "ppo.kl_coef 0.1 puts the policy's log-probs into the reward; set rollout.logprobs=true": [SKIP],
 }
 
 
@@ -79,6 +86,28 @@ def test_nonsense_is_refused_by_key(message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*REFUSED[message])
     assert message in str(caught.value)
+
+
+def test_what_needs_the_reference() -> None:
+    """Without the pass for old log-probs the KL is logged only where it is used."""
+    assert load().needs_reference
+    assert load("ppo.kl_coef=0").needs_reference
+    assert not load(SKIP, "ppo.kl_coef=0").needs_reference
+    for used in (["rollout.logprobs=true"], ["ppo.importance_cap=2"], ["ppo.kl_coef=0", "ppo.kl_loss_coef=0.1"]):
+        config = load(SKIP, *used)
+        assert config.needs_reference
+        assert config.ppo.uses_reference
+    # Held-out prompts are answered by both.
+    config = load(SKIP, "ppo.kl_coef=0", "trainer.eval_interval=2", "evaluation.prompts=held_out.jsonl")
+    assert config.needs_reference
+    assert not config.ppo.uses_reference
+    # A minibatch may be larger than the rows that there are.
+    assert load(SKIP, "ppo.kl_coef=0", "ppo.minibatch_size=16").ppo.skip_old_logprobs
+
+
+def test_an_evaluation_takes_the_configuration_of_a_run_as_it_is() -> None:
+    config = load_config(None, [*BASE, SKIP, "rollout.prompts_per_iteration=64"], EvalConfig)
+    assert config.needs_reference
 
 
 def test_clips_can_be_turned_off() -> None:

@@ -62,6 +62,29 @@ def test_a2_the_end_token_stays_in_the_mask_where_it_is_the_pad_id() -> None:
     assert int((done.advantages[0] != 0).sum()) == int(done.response_mask[0].sum()) == 3  # type: ignore[index]
 
 
+def test_the_samplers_log_probs_shape_where_the_trainers_are_not_known() -> None:
+    batch = _batch([[7]], [[11, EOS]])
+    known = {"ref_logprobs": _at(batch, 0, [-1.0, -1.0]), "scores": torch.tensor([1.0])}
+    numbers = _at(batch, 0, [-0.8, -0.6])
+    done = add_advantages(batch.replace(old_logprobs=numbers, **known), ShapingSettings(), None)
+    skipped = add_advantages(
+        batch.replace(old_logprobs=None, rollout_logprobs=numbers, **known), ShapingSettings(), None
+    )
+    assert _response(skipped, skipped.kl) == _close([0.2, 0.4])
+    for name in ("kl", "rewards", "advantages", "returns"):
+        assert torch.equal(getattr(done, name), getattr(skipped, name))
+
+
+@pytest.mark.parametrize("unknown", ["old_logprobs", "ref_logprobs"])
+def test_rewards_without_a_kl(unknown: str) -> None:
+    batch = _batch([[7]], [[11, EOS]]).replace(scores=torch.tensor([9.0])).replace(**{unknown: None})
+    done = add_advantages(batch, ShapingSettings(kl_coef=0), None)
+    assert _response(done, done.rewards) == _close([0, 5])
+    assert done.kl is None
+    with pytest.raises(AssertionError, match="no log-probs for the KL"):
+        add_advantages(batch, ShapingSettings(kl_coef=0.1), None)
+
+
 def test_a4_the_kl_stays_the_kl() -> None:
     batch = _batch([[7]], [[11, EOS]])
     batch = batch.replace(

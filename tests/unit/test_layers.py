@@ -22,6 +22,7 @@ LAYERS = {
     "config_cache": 0,
     "config_inference": 0,
     "config_packing": 0,
+    "config_rewards": 0,
     "config_supervised": 0,
     "config_preferences": 0,
     "planner": 0,
@@ -93,12 +94,13 @@ def violations(source: str, relative: str) -> list[str]:
             in (
                 "config",
                 "config_schema",
-                "config_sections",
                 "config_base",
                 "config_parallel",
+                "config_sections",
                 "config_cache",
                 "config_inference",
                 "config_packing",
+                "config_rewards",
                 "config_supervised",
                 "config_preferences",
             )

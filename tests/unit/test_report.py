@@ -116,6 +116,8 @@ def test_sample_rows(data_folder: Path, tmp_path: Path) -> None:
     assert (first["score"], second["score"]) == (11.0, 13.0)
     assert (first["truncated"], second["truncated"]) == (False, True)
     assert (first["response_length"], second["response_length"]) == (2, 3)
+    # Without log-probs from before the updates nobody knows the KL.
+    assert sample_rows(_batch().replace(kl=None), tokenizer, 7)[0] == {k: v for k, v in first.items() if k != "kl"}
     many = _batch().select([0, 1] * 6)
     assert len(sample_rows(many, tokenizer, 0)) == SAMPLES
 

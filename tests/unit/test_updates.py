@@ -33,6 +33,36 @@ def _batch(lengths: list[int], advantages: list[float], semantics: str = "standa
     )
 
 
+def test_the_ratio_of_a_policy_that_has_not_moved_is_1() -> None:
+    """The gradient is that of the clipped loss with the log-probs as old ones: the policy gradient."""
+    batch = _batch([3, 1], [2.0, -1.0])
+    frame = torch.randn(batch.size, batch.width, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for rows in (
+        batch.replace(old_logprobs=frame[:, :-1], rollout_logprobs=frame[:, :-1] - 0.3),
+        batch.replace(old_logprobs=None, rollout_logprobs=frame[:, :-1] - 0.3),
+    ):
+        output = frame.clone().requires_grad_()
+        settings = PolicyLossSettings(on_policy=rows.old_logprobs is None, importance_cap=1.2)
+        total, metrics = actor_loss(settings)(rows, output)
+        total.backward()
+        gradients.append(output.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    # exp(.3) is over the cap.
+    assert gradients[1][0].tolist() == pytest.approx([-2.4, -2.4, -2.4, 0, 0])  # type: ignore[index]
+    assert gradients[1][1].tolist() == pytest.approx([1.2, 0, 0, 0, 0])  # type: ignore[index]
+    found = {name: metric.result() for name, metric in metrics.items()}
+    assert [found[f"ratio_{name}"] for name in ("mean", "min", "max")] == [1, 1, 1]
+    assert found["approx_kl_k3"] == 0
+    assert found["importance_weight_mean"] == pytest.approx(1.2)
+    assert found["rollout_logprob_gap_mean"] == pytest.approx(0.3, rel=1e-5)
+    assert found["rollout_logprob_gap_max"] == pytest.approx(0.3, rel=1e-5)
+    assert found["rollout_logprob_gap_share"] == 1
+    # Nothing to compare with, nothing said about it.
+    plain = actor_loss(PolicyLossSettings(on_policy=True))(batch.replace(old_logprobs=None), frame)[1]
+    assert not [name for name in plain if "gap" in name]
+
+
 def _orders(count: int, size: int, **changes: int | bool) -> list[list[int]]:
     settings = {"shuffle": True, "seed": 3, "iteration": 2, "epoch": 0, **changes}
     return list(minibatch_rows(count, size, **settings))  # type: ignore[arg-type]
