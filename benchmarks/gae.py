@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.measure import Report, alternate, compare, finish, parser
+from mrlhf.parallel.allocator import keep_freed_memory
 from mrlhf.rl.advantages import gae
 
 
@@ -32,6 +33,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=64)
     options.add_argument("--width", type=int, default=1024)
     arguments = options.parse_args()
+    keep_freed_memory()  # as in any run of ours on CPU; the loop's small blocks are not concerned
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(arguments.rows, arguments.width, generator=generator) for _ in range(2))
     mask = torch.ones_like(rewards, dtype=torch.bool)
