@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from platform import machine
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -44,18 +45,23 @@ def has_fast(dtype: torch.dtype) -> bool:
 
     Decided by the kind of processor, never measured, so that all ranks on machines of one kind decide alike.
     """
-    name = "bf16" if dtype is torch.bfloat16 else "fp16"
-    try:
-        by_onednn = bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
-    except (AttributeError, RuntimeError):  # a torch without oneDNN
-        by_onednn = False
     report: Callable[[], Mapping[str, Any]] | None = getattr(torch.cpu, "get_capabilities", None)
     if report is not None:
-        return is_fast(dtype, by_onednn, report())
-    # Before torch 2.11 or so there are single questions.
-    asked = ("avx512_bf16", "amx_tile", "amx_fp16")
-    found = {key: getattr(torch.cpu, f"_is_{key}_supported", bool)() for key in asked}
-    return is_fast(dtype, by_onednn, {**found, "amx_bf16": found["amx_tile"], "architecture": "x86_64"})
+        return is_fast(dtype, _by_onednn(dtype), report())
+    # Older versions of torch only answer single questions.
+    found = {name: getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in _QUESTIONS}
+    return is_fast(dtype, _by_onednn(dtype), {**found, "amx_bf16": found["amx_tile"], "architecture": machine()})
+
+
+_QUESTIONS = ("avx512_bf16", "amx_tile", "amx_fp16")
+
+
+def _by_onednn(dtype: torch.dtype) -> bool:
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    try:
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+    except (AttributeError, RuntimeError):  # a torch without oneDNN
+        return False
 
 
 def is_fast(dtype: torch.dtype, by_onednn: bool, processor: Mapping[str, Any]) -> bool:
@@ -66,7 +72,7 @@ def is_fast(dtype: torch.dtype, by_onednn: bool, processor: Mapping[str, Any]) -
         by_onednn: whether torch gives such products to oneDNN here. With AVX-512 alone it does, and oneDNN converts.
         processor: ``torch.cpu.get_capabilities()``: names of instructions, and the ``architecture``.
     """
-    if processor.get("architecture") not in ("x86_64", "x86", None):
+    if processor.get("architecture") not in ("x86_64", "AMD64", "x86", None):
         # On Arm oneDNN takes them only where there are instructions.
         return by_onednn
     names = {
