@@ -58,6 +58,7 @@ def plan(
     bandwidth: Annotated[str | None, typer.Option(help="Of a GPU's memory, such as 3.35TB/s.")] = None,
     link: Annotated[str | None, typer.Option(help="To GPUs of the same machine, one direction: 450GB/s.")] = None,
     network: Annotated[str | None, typer.Option(help="To other machines, one direction, per GPU: 50GB/s.")] = None,
+    pcie: Annotated[str | None, typer.Option(help="To the memory of the host, one direction, per GPU: 64GB/s.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of one machine.")] = None,
     efficiency: Annotated[float, typer.Option(help="Share of the peak FLOPS that matrix products reach.")] = 0.5,
     prompt_length: Annotated[int | None, typer.Option(help="Mean prompt in tokens, for FLOPs and times.")] = None,
@@ -84,6 +85,7 @@ def plan(
         bandwidth=bandwidth,
         link=link,
         network=network,
+        pcie=pcie,
         gpus_per_node=gpus_per_node,
     )
     precision = loaded.precision

@@ -10,7 +10,7 @@ from mrlhf.config import check_run
 from mrlhf.config_cache import rows_at_once
 from mrlhf.config_preferences import DPOConfig, PreferenceConfig, RewardTrainingConfig
 from mrlhf.config_schema import PPOConfig
-from mrlhf.config_sections import RunConfig
+from mrlhf.config_sections import OffloadConfig, RunConfig
 from mrlhf.config_supervised import SupervisedConfig
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
@@ -138,7 +138,14 @@ def make_role(config: RunConfig, name: str, model: ModelConfig, world_size: int)
         recompute=trained and config.parallel_of(name).recompute == "full",
         recompute_modules=config.parallel_of(name).recomputed_modules if trained else (),
         first=config.ranks_of(name, world_size).start,
+        offloaded=isinstance(config, PPOConfig) and _offloaded(config.offload, name),
     )
+
+
+def _offloaded(offload: OffloadConfig, role: str) -> bool:
+    if role in TRAINED:
+        return offload.optimizer
+    return offload.reward if role.startswith("reward") else offload.reference
 
 
 def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: int, means: MeanLengths) -> Job:
@@ -183,6 +190,7 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
         text_rows=config.ptx_batch_size if text else 0,
         text_micro_batch=rows(ppo.micro_batch_size, ppo.micro_batch_tokens, text_width, text_length) if text else None,
         save_optimizer=config.checkpoint.optimizer,
+        evaluates=bool(config.trainer.eval_interval),
         fused_kernels=config.precision.kernels != "local",
     )
 

@@ -24,6 +24,7 @@ class Hardware:
         bandwidth: bytes per second of its memory.
         link: bytes per second to the GPUs of the same machine.
         network: bytes per second to other machines.
+        pcie: bytes per second to the memory of the host.
         gpus_per_node: GPUs of one machine.
         mxfp8: whether it multiplies FP8 blocks with scales of their own (Blackwell).
         source: where the numbers are from.
@@ -35,6 +36,7 @@ class Hardware:
     bandwidth: float = 0.0
     link: float = 0.0
     network: float = 0.0
+    pcie: float = 0.0
     gpus_per_node: int = 8
     mxfp8: bool = False
     source: str = ""
@@ -52,7 +54,7 @@ class Efficiency:
         flops: of the peak of matrix products. Megatron reached 44 to 52% of an A100's peak end to end (Narayanan et al.
             2021, table 1), with communication, which is counted apart here.
         bandwidth: of the memory bandwidth, when weights and cache are read for decoding.
-        link: of the bandwidth of links and network.
+        link: of the bandwidth of links, network and PCIe.
         link_seconds: fixed cost of a collective or message inside a machine.
         network_seconds: the same between machines.
         layer_seconds: shortest time of a layer's forward pass: launching its kernels from Python.
@@ -78,6 +80,7 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=2.039e12,
         link=300e9,
         network=25e9,
+        pcie=32e9,
         source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS BF16 dense, no FP8, 2,039 GB/s, NVLink 600 GB/s; "
         "DGX A100: one 200 Gb/s adapter a GPU",
     ),
@@ -88,6 +91,7 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=3.35e12,
         link=450e9,
         network=50e9,
+        pcie=64e9,
         source="NVIDIA H100 data sheet and H100 architecture paper (SXM5): 989.4 TFLOPS BF16 and 1,978.9 FP8 dense, "
         "3.35 TB/s, NVLink 900 GB/s; DGX H100: one 400 Gb/s adapter a GPU",
     ),
@@ -98,6 +102,7 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=4.8e12,
         link=450e9,
         network=50e9,
+        pcie=64e9,
         source="NVIDIA H200 data sheet (SXM): compute as the H100, 141 GB at 4.8 TB/s, NVLink 900 GB/s; "
         "DGX H200: one 400 Gb/s adapter a GPU",
     ),
@@ -108,6 +113,7 @@ HARDWARE: dict[str, Hardware] = {
         bandwidth=8e12,
         link=900e9,
         network=50e9,
+        pcie=64e9,
         mxfp8=True,
         source="NVIDIA HGX B200 and DGX B200 data sheets: 2,250 TFLOPS BF16 and 4,500 FP8 dense, 1,440 GB a machine of "
         "8 GPUs, 8 TB/s, NVLink 1.8 TB/s; one 400 Gb/s adapter a GPU",
@@ -169,7 +175,7 @@ def find_hardware(name: str) -> Hardware:
     if found is None:
         raise ConfigError(
             f"--hardware: {name!r} is not known; choose one of {', '.join(sorted(HARDWARE))} and replace its numbers "
-            "by --flops, --fp8-flops, --bandwidth, --link, --network, --gpu-memory and --gpus-per-node"
+            "by --flops, --fp8-flops, --bandwidth, --link, --network, --pcie, --gpu-memory and --gpus-per-node"
         )
     return found
 
@@ -184,6 +190,7 @@ def with_own_numbers(
     bandwidth: str | None = None,
     link: str | None = None,
     network: str | None = None,
+    pcie: str | None = None,
     gpus_per_node: int | None = None,
 ) -> Hardware:
     """``hardware`` with what the user gave in place of the table's numbers; ``flops`` are those of ``dtype``."""
@@ -200,7 +207,7 @@ def with_own_numbers(
         changes["memory"] = parse_bytes(memory, "--gpu-memory")
         if changes["memory"] < 2**20:
             raise ConfigError(f"--gpu-memory {memory}: {changes['memory']:.0f} bytes; give a unit, such as 80GB")
-    for key, text in (("bandwidth", bandwidth), ("link", link), ("network", network)):
+    for key, text in (("bandwidth", bandwidth), ("link", link), ("network", network), ("pcie", pcie)):
         if text is not None:
             changes[key] = parse_rate(text, f"--{key}")
     own += [f"--{key.replace('memory', 'gpu-memory')}" for key in changes]

@@ -36,6 +36,7 @@ class Role:
         recompute: whether its layers are computed again in the backward pass instead of kept.
         recompute_modules: parts of layers of which that is so instead: core_attn, layernorm, mlp, moe.
         first: the first of its ranks, which follow each other.
+        offloaded: whether its weights (trained: its optimizer's states) wait on the host while nothing needs them.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Role:
     recompute: bool = False
     recompute_modules: tuple[str, ...] = ()
     first: int = 0
+    offloaded: bool = False
 
     def again(self, module: str) -> bool:
         """Whether a part of its layers is computed again in the backward pass."""
@@ -122,7 +124,7 @@ class Rollout:
     Attributes:
         slots: rows generated at once on one data-parallel rank.
         longest_prompt: tokens.
-        longest_response: tokens; a batch runs as long as its longest row.
+        longest_response: tokens.
         mean_prompt: tokens, for FLOPs and times.
         mean_response: tokens, for FLOPs and times.
     """
@@ -158,6 +160,7 @@ class Job:
         text_rows: rows of a language modelling step after each step of the actor; 0: none.
         text_micro_batch: their micro-batch.
         save_optimizer: whether checkpoints hold the optimizer states.
+        evaluates: whether there are evaluations between iterations.
         cuda: whether it runs on GPUs, or on CPUs.
         fused_kernels: whether bf16 and fp16 layers on GPUs may be Transformer Engine's.
     """
@@ -181,6 +184,7 @@ class Job:
     text_rows: int = 0
     text_micro_batch: Rows | None = None
     save_optimizer: bool = True
+    evaluates: bool = False
     cuda: bool = True
     fused_kernels: bool = True
 
@@ -208,6 +212,17 @@ class Job:
     def steps(self) -> int:
         """Optimizer steps of an iteration."""
         return self.epochs * math.ceil(self.rows / self.minibatch)
+
+    def away(self, role: Role, phase: str) -> bool:
+        """Whether in a phase the host has what `Role.offloaded` is about; gradients are freed then as well.
+
+        Frozen models stay after an evaluation, until the next rollout.
+        """
+        if not role.offloaded:
+            return False
+        if role.trained:
+            return phase in ("rollout", "inference", "evaluation")
+        return phase not in ("inference", "evaluation") and not (phase == "save" and self.evaluates)
 
     def trained(self) -> Iterator[Role]:
         """The roles with an optimizer."""

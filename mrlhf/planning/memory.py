@@ -6,12 +6,14 @@ The formulas say what this code base allocates, not what an ideal one would:
   optimizer (``grad_reduce_in_fp32``).
 - Adam keeps two fp32 moments, and an fp32 copy of every bf16 or fp16 parameter; with the distributed optimizer these
   12 (fp32: 8) bytes are divided by the data-parallel size (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1).
-- All models stay on the GPU for the whole run.
+- All models stay on the GPU for the whole run, but for what ``offload`` moves to the host (`Job.away`).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 
 from mrlhf.planning import activations, fp8
 from mrlhf.planning.job import Job, Role, Rollout
@@ -19,8 +21,6 @@ from mrlhf.planning.parameters import StageParameters
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that go through the model at once (`mrlhf.rollout.engine`)."""
-
-PHASES = ("rollout", "inference", "train", "optimizer", "save")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ def kv_cache_bytes(job: Job, role: Role, rollout: Rollout, layers: int) -> int:
 def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
     """Bytes of each phase on a rank that holds ``stages`` (role -> pipeline rank)."""
     held = [role for role in job.roles if role.name in stages]
-    kept = [persistent(job, role, stages[role.name]) for role in held]
-    base = {field.name: sum(getattr(part, field.name) for part in kept) for field in fields(Persistent)}
+    base = partial(_on_device, job, held, stages)
     found: dict[str, PhaseBytes] = {}
     # Where critic and reward models have ranks of their own, these have the rows of all from the beginning.
     share = job.rows if held[0].first else -(-job.rows // job.sizes.data_parallel_size)
@@ -126,27 +125,41 @@ def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
         actor = job.roles[0]
         work, head = _generation(job, actor, job.rollout, actor.stages[stages[actor.name]])
         cache = kv_cache_bytes(job, actor, job.rollout, actor.stages[stages[actor.name]].layers)
-        found["rollout"] = PhaseBytes(**base, activations=work, head=head, kv_cache=cache)
+        found["rollout"] = PhaseBytes(**base("rollout"), activations=work, head=head, kv_cache=cache)
+        if job.evaluates and any(role.offloaded and not role.trained for role in held):
+            # They answer and score, and so are there.
+            found["evaluation"] = PhaseBytes(**base("evaluation"), activations=work, head=head, kv_cache=cache)
     if job.inference is not None:
         passing = [role for role in job.inferred() if role in held]
         pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in passing]
         work, head = max(pairs, key=sum, default=(0, 0))
-        found["inference"] = PhaseBytes(**base, activations=work, head=head, rows=own)
+        found["inference"] = PhaseBytes(**base("inference"), activations=work, head=head, rows=own)
     # While it trains, every rank holds the rows of all replicas, so that minibatches do not depend on DP.
     rows = job.rows * job.row_slots * job.row_bytes
     train = [activations.training(job, role, stages[role.name]) for role in job.trained() if role in held]
     if train:
         heaviest = max(train, key=lambda part: part.total)
         found["train"] = PhaseBytes(
-            **base,
+            **base("train"),
             activations=heaviest.kept + heaviest.working,
             head=heaviest.head,
             rows=rows,
             buffers=heaviest.gradient,
         )
-        found["optimizer"] = PhaseBytes(**base, rows=rows)
-        found["save"] = PhaseBytes(**base, buffers=_gather_buffers(job, stages))
+        found["optimizer"] = PhaseBytes(**base("optimizer"), rows=rows)
+        found["save"] = PhaseBytes(**base("save"), buffers=_gather_buffers(job, stages))
     return found
+
+
+def _on_device(job: Job, held: Sequence[Role], stages: dict[str, int], phase: str) -> dict[str, int]:
+    """What all models together have on the device in a phase, by kind."""
+    kept = []
+    for role in held:
+        part = persistent(job, role, stages[role.name])
+        if job.away(role, phase):
+            part = replace(part, gradients=0, optimizer=0) if role.trained else replace(part, weights=0)
+        kept.append(part)
+    return {field.name: sum(getattr(part, field.name) for part in kept) for field in fields(Persistent)}
 
 
 def _gather_buffers(job: Job, stages: dict[str, int]) -> int:

@@ -129,6 +129,9 @@ def _chains(question: Question) -> Iterator[list[Change]]:
         yield [Change({key: value}) for value in _halves(question.get(key))]
     kinds: dict[str, tuple[str, ...]] = {"none": ("selective", "full"), "selective": ("full",)}
     yield [Change({RECOMPUTE: kind}) for kind in kinds.get(question.get(RECOMPUTE), ())]
+    for key in ("offload.reference", "offload.reward", "offload.optimizer"):
+        if question.get(key) is False:
+            yield [Change({key: True})]
     if question.config.precision.fp8 is not None:
         yield [Change({"precision.fp8": None})]
     if question.config.precision.dtype == "fp32":

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mrlhf.planning import flops
+from mrlhf.planning.batching import batching
 from mrlhf.planning.hardware import Efficiency, Hardware
 from mrlhf.planning.job import Job, Role
-from mrlhf.planning.memory import PREFILL_TOKENS, checkpoint_bytes, host_bytes, persistent, phases
+from mrlhf.planning.memory import checkpoint_bytes, host_bytes, persistent, phases
+from mrlhf.planning.offload import host_bytes_of_machine, host_bytes_of_rank
 from mrlhf.planning.parameters import active_parameters, model_parameters
 from mrlhf.planning.timing import Clock
 from mrlhf.planning.traffic import Traffic, generation_traffic, pass_traffic, step_traffic
@@ -53,9 +55,9 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
         efficiency: assumed shares of their peaks.
         reserve: bytes of each GPU that are not for tensors: CUDA's context, communication buffers, fragmentation.
     """
-    top = peak(job)
+    top, clock = peak(job), Clock(job, hardware, efficiency)
     limit = int(hardware.memory) - reserve
-    seconds = Clock(job, hardware, efficiency).phases()
+    seconds = clock.phases()
     iteration = sum(part.total for name, part in seconds.items() if name != "save")
     tokens = job.rows * _mean_tokens(job)
     return {
@@ -78,6 +80,7 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
         "flops": _flops(job),
         "traffic": _traffic(job),
         "checkpoint_bytes": checkpoint_bytes(job),
+        "offload": _offload(job, clock),
         "seconds": {name: part.as_dict() for name, part in seconds.items()},
         "iteration_seconds": iteration,
         "tokens_per_second": tokens / iteration,
@@ -97,6 +100,20 @@ def plan(job: Job, hardware: Hardware, efficiency: Efficiency, reserve: int) -> 
 def _recompute(job: Job) -> str:
     modules = sorted({module for role in job.roles for module in role.recompute_modules})
     return "full" if any(role.recompute for role in job.roles) else ", ".join(modules) or "none"
+
+
+def _offload(job: Job, clock: Clock) -> dict[str, Any] | None:
+    """Host memory for the whole run, and the transfers of an iteration; None where nothing is offloaded."""
+    if not any(role.offloaded for role in job.roles):
+        return None
+    waits = clock.transfers().values()
+    return {
+        "roles": [role.name for role in job.roles if role.offloaded],
+        "rank_bytes": max(host_bytes_of_rank(job, stages) for _, stages in job.rank_classes()),
+        "machine_bytes": host_bytes_of_machine(job, clock.hardware.gpus_per_node),
+        "link_seconds": max(wait.link for wait in waits),
+        "waiting_seconds": max(wait.rollout + wait.inference + wait.train for wait in waits),
+    }
 
 
 def _mean_tokens(job: Job) -> int:
@@ -157,6 +174,7 @@ def _ranks(job: Job, ranks: range, stages: dict[str, int]) -> dict[str, Any]:
         "persistent": sum(model["total"] for model in models.values()),
         "phases": {name: part.as_dict() for name, part in phases(job, stages).items()},
         "host_bytes_of_a_save": host_bytes(job, stages),
+        "host_bytes_of_offload": host_bytes_of_rank(job, stages),
     }
 
 
@@ -226,12 +244,10 @@ def _traffic(job: Job) -> dict[str, dict[str, float]]:
 
 def _generation_traffic(job: Job, role: Role, index: int) -> Traffic:
     assert job.rollout is not None
-    rollout, rows = job.rollout, math.ceil(job.rows / role.sizes.data_parallel_size)
-    batches = math.ceil(rows / rollout.slots)
-    groups = batches * max(math.ceil(min(rows, rollout.slots) * rollout.mean_prompt / PREFILL_TOKENS), 1)
-    prefill = generation_traffic(job, role, index, rows * rollout.mean_prompt / groups, rows / groups) * groups
-    steps = max(rollout.longest_response - 1, 0) * batches
-    if not steps:
+    made = batching(job, role, job.rollout)
+    prompts = made.rows * job.rollout.mean_prompt
+    prefill = generation_traffic(job, role, index, prompts / made.prefills, made.rows / made.prefills) * made.prefills
+    if not made.steps:
         return prefill
-    active = rows * max(rollout.mean_response - 1, 0) / steps
+    active, steps = made.active / made.groups, made.steps * made.groups
     return prefill + generation_traffic(job, role, index, active, active) * steps

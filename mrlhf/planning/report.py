@@ -27,7 +27,7 @@ KEPT = {
     "optimizer": "optimizer",
     "average": "average",
 }
-TIMES = ("compute", "launch", "tensor", "context", "expert", "pipeline", "bubble", "data", "other")
+TIMES = ("compute", "launch", "tensor", "context", "expert", "pipeline", "bubble", "data", "host", "other")
 
 
 def print_plan(plan: dict[str, Any], console: Console) -> None:
@@ -219,6 +219,7 @@ def _sources(plan: dict[str, Any], console: Console) -> None:
     lines = [
         f"{plan['tokens_per_second']:,.0f} tokens per second; a checkpoint takes {size(plan['checkpoint_bytes'])} on "
         f"disk, and up to {size(host)} of host memory on a rank",
+        *_host(plan),
         f"hardware: {hardware['source']}",
         f"assumed: {assumed['flops']:.0%} of the FLOPS, {assumed['bandwidth']:.0%} of the memory bandwidth, "
         f"{assumed['link']:.0%} of links, {duration(assumed['link_seconds'])} and "
@@ -228,6 +229,18 @@ def _sources(plan: dict[str, Any], console: Console) -> None:
     ]
     for line in lines:
         console.print(Text(line))
+
+
+def _host(plan: dict[str, Any]) -> list[str]:
+    moved = plan["offload"]
+    if moved is None:
+        return []
+    return [
+        f"offloaded at times ({', '.join(moved['roles'])}): up to {size(moved['rank_bytes'])} of pinned host memory on "
+        f"a rank, {size(moved['machine_bytes'])} on a machine of {plan['hardware']['gpus_per_node']} GPUs, for the "
+        f"whole run; the link to the host is busy for {duration(moved['link_seconds'])} of an iteration, "
+        f"{duration(moved['waiting_seconds'])} of which are waited for"
+    ]
 
 
 def _verdict(plan: dict[str, Any], console: Console) -> None:

@@ -2,8 +2,10 @@
 
 A phase takes its work at the assumed share of the peaks (`Efficiency`) plus all communication, since neither gradients
 nor sums over tensor ranks overlap with computation here. A pipeline of ``p`` stages takes ``(m + (p - 1) / v)`` times
-its slowest stage for ``m`` micro-batches (Narayanan et al. 2021, section 2.2). Generation passes all rows through the
-stages one after the other: stages add up, and a step of decoding takes as long as reading weights and cache.
+its slowest stage for ``m`` micro-batches (Narayanan et al. 2021, section 2.2). Generation passes
+groups of slots through the stages, as many at a time as there are stages: a token of all groups takes as long as the slowest stage needs
+for them, or one group needs for all stages; a step of decoding takes as long as reading weights and cache
+(`mrlhf.planning.batching`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import math
 from dataclasses import dataclass, fields
 
 from mrlhf.planning import experts, flops, fp8
+from mrlhf.planning.batching import Batching, batching
 from mrlhf.planning.hardware import Efficiency, Hardware
 from mrlhf.planning.job import Job, Role, Rollout, Rows
-from mrlhf.planning.memory import PREFILL_TOKENS, checkpoint_bytes
+from mrlhf.planning.memory import checkpoint_bytes
+from mrlhf.planning.offload import Transfers, transfers
 from mrlhf.planning.parameters import StageParameters
 from mrlhf.planning.traffic import Traffic, generation_traffic, pass_traffic, step_traffic
 
@@ -32,6 +36,7 @@ class Seconds:
         pipeline: messages between stages.
         bubble: waiting of the slowest stage for the pipeline to fill and to drain.
         data: gradients and weights over data-parallel ranks.
+        host: waiting for what is in host memory (`mrlhf.planning.offload`).
         other: optimizer, writing to disk.
     """
 
@@ -43,6 +48,7 @@ class Seconds:
     pipeline: float = 0.0
     bubble: float = 0.0
     data: float = 0.0
+    host: float = 0.0
     other: float = 0.0
 
     @property
@@ -71,6 +77,14 @@ def _together(parts: list[tuple[Role, Seconds]]) -> Seconds:
     return max(sums.values(), key=lambda seconds: seconds.total, default=Seconds())
 
 
+def _overlapped(stages: list[Seconds], groups: int) -> Seconds:
+    """All passes of each pipeline rank, of which as many are at work at the same time as there are ``groups``."""
+    slowest, all_of_them = max(stages, key=lambda seconds: seconds.total), Seconds()
+    for seconds in stages:
+        all_of_them += seconds * (1 / groups)
+    return slowest if slowest.total >= all_of_them.total else all_of_them
+
+
 @dataclass(frozen=True)
 class Clock:
     """Times of single passes on some hardware."""
@@ -82,12 +96,19 @@ class Clock:
     def phases(self) -> dict[str, Seconds]:
         """Every phase of an iteration; ``save`` is one checkpoint and not part of an iteration."""
         job, found = self.job, {}
+        inferred = self._inferred()
+        waits = self.transfers()
+        first = {role.first: role for role in reversed(job.roles)}
         if job.rollout is not None:
-            found["rollout"] = self.generation(job.roles[0], job.rollout)
+            actor, out = job.roles[0], {start: Seconds(host=wait.rollout) for start, wait in waits.items()}
+            others = [(first[start], seconds) for start, seconds in out.items() if start != actor.first]
+            own = self.generation(actor, job.rollout) + out.get(actor.first, Seconds())
+            found["rollout"] = _together([(actor, own), *others])
         if job.inference_mean is not None:
-            parts = [(role, self._inference(role, job.inference_mean)) for role in job.inferred()]
-            found["inference"] = _together(parts)
+            parts = [(first[start], Seconds(host=wait.inference)) for start, wait in waits.items()]
+            found["inference"] = _together([*inferred, *parts])
         train = [(role, self._training(role, job.train_mean, job.minibatch) * job.steps) for role in job.trained()]
+        train += [(first[start], Seconds(host=wait.train)) for start, wait in waits.items()]
         if job.text_rows and job.text_micro_batch is not None:
             texts = self._training(job.roles[0], job.text_micro_batch, job.text_rows) * job.steps
             train.append((job.roles[0], texts))
@@ -99,44 +120,51 @@ class Clock:
         found["save"] = Seconds(other=checkpoint_bytes(job) / self.efficiency.disk)
         return found
 
+    def transfers(self) -> dict[int, Transfers]:
+        """Waiting for the host, by the first rank of each part of the ranks; empty where nothing is offloaded."""
+        job = self.job
+        if not any(role.offloaded for role in job.roles):
+            return {}
+        passes = {role.name: seconds.total for role, seconds in self._inferred()}
+        trained = {role.name: self._training(role, job.train_mean, job.minibatch).total for role in job.trained()}
+        return transfers(job, self.hardware.pcie * self.efficiency.link, passes, trained)
+
+    def _inferred(self) -> list[tuple[Role, Seconds]]:
+        """All passes without gradient, by role."""
+        rows = self.job.inference_mean
+        return [(role, self._inference(role, rows)) for role in self.job.inferred()] if rows is not None else []
+
     def generation(self, role: Role, rollout: Rollout) -> Seconds:
-        """Of all batches of a rollout, on the data-parallel rank."""
-        rows = math.ceil(self.job.rows / role.sizes.data_parallel_size)
-        whole, rest = divmod(rows, rollout.slots)
-        total = self._batch(role, rollout, rollout.slots) * whole if whole else Seconds()
-        return total + (self._batch(role, rollout, rest) if rest else Seconds())
+        """Of a whole rollout, on a data-parallel replica."""
+        made = batching(self.job, role, rollout)
+        stages = range(role.sizes.pipeline_model_parallel_size)
+        total = _overlapped([self._prefill(role, i, rollout, made) for i in stages], made.groups)
+        if not made.steps:
+            return total
+        steps = [self._decode_step(role, i, rollout, made) * (made.groups * made.steps) for i in stages]
+        return total + _overlapped(steps, made.groups)
 
-    def _batch(self, role: Role, rollout: Rollout, rows: int) -> Seconds:
-        groups = max(math.ceil(rows * rollout.mean_prompt / PREFILL_TOKENS), 1)
-        steps = max(rollout.longest_response - 1, 0)
-        # Rows that have ended leave the batch, so that on average this many are decoded in a step.
-        active = rows * max(rollout.mean_response - 1, 0) / steps if steps else 0.0
-        total = Seconds()
-        for index in range(role.sizes.pipeline_model_parallel_size):
-            total += self._prefill(role, index, rollout, rows, groups)
-            if steps:
-                total += self._decode_step(role, index, rollout, rows, active, steps) * steps
-        return total
-
-    def _prefill(self, role: Role, index: int, rollout: Rollout, rows: int, groups: int) -> Seconds:
-        stage, job = role.stages[index], self.job
+    def _prefill(self, role: Role, index: int, rollout: Rollout, made: Batching) -> Seconds:
+        stage, job, rows, groups = role.stages[index], self.job, made.rows, made.prefills
         linear = flops.linear(stage, rows * rollout.mean_prompt)
         work = self._compute(role, index, flops.prefill(role, stage, rollout, rows), linear)
         traffic = generation_traffic(job, role, index, rows * rollout.mean_prompt / groups, rows / groups) * groups
         return self._with_launch(work, stage.layers * groups) + self._communication(role, traffic)
 
-    def _decode_step(self, role: Role, index: int, rollout: Rollout, rows: int, active: float, steps: int) -> Seconds:
-        stage, job = role.stages[index], self.job
+    def _decode_step(self, role: Role, index: int, rollout: Rollout, made: Batching) -> Seconds:
+        """One token of one group of slots."""
+        stage, job, active = role.stages[index], self.job, made.active / made.groups
         t, e = role.sizes.tensor_model_parallel_size, job.element_bytes
         # The embedding is looked up, not read. FP8 layers read their copies of one byte.
         share = experts.read_share(role, active)
         weights = (stage.layers_total - stage.experts * (1 - share) + stage.output) * e
         weights -= fp8.elements(role, index, read=share) * (e - 1)
-        context = rollout.mean_prompt + steps / 2
+        context = rollout.mean_prompt + max(rollout.mean_response - 1, 0) / 2
         keys = 2 * stage.layers * max(role.model.num_query_groups // t, 1) * role.model.head_dim * e * active * context
         reading = (weights + keys) / (self.hardware.bandwidth * self.efficiency.bandwidth)
         linear = flops.linear(stage, active)
-        work = max(self._compute(role, index, flops.decode(role, stage, rollout, rows) / steps, linear), reading)
+        operations = flops.decode(role, stage, rollout, made.rows) / (made.steps * made.groups)
+        work = max(self._compute(role, index, operations, linear), reading)
         traffic = generation_traffic(job, role, index, max(active, 1.0), max(active, 1.0))
         return self._with_launch(work, stage.layers) + self._communication(role, traffic)
 
