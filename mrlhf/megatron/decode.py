@@ -52,6 +52,14 @@ class Pipeline:
         self._lean = [LeanStage(c, groups) if lean and LeanStage.is_known(c, groups) else None for c in self.chunks]
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of this rank's keys and values."""
+        dtypes = {self.chunks[0].config.params_dtype if part is None else part.dtype for part in self._lean}
+        # A stage that takes another dtype than its cache's converts.
+        dtype: torch.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        return dtype
+
     def is_last(self, stage: int) -> bool:
         """Whether this (virtual) stage of this rank is the last one of the model."""
         return stage == len(self.chunks) - 1 and self.rank == self.size - 1
@@ -76,7 +84,8 @@ class Pipeline:
             output = self._forward(self.chunks[stage], tokens, hidden, context, select)
         if self.is_last(stage):
             return output
-        self._send(output.view(output.size(0), 1, -1))
+        # Messages are in the model's dtype, whatever a lean stage computes in.
+        self._send(output.view(output.size(0), 1, -1).to(self.chunks[0].config.params_dtype))
         return None
 
     def settle(self) -> None:

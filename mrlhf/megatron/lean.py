@@ -4,6 +4,10 @@ A decoding step of a small model is a few hundred short kernels, and the wrapper
 communication that is not needed, contexts, hooks) take as long as they do. `LeanStage` computes the same function with
 the same weights, layers and groups: it is built from a stage whose parts it knows one by one, and not at all from any
 other, which then runs through Megatron's own forward. Mixture-of-experts layers keep Megatron's module.
+
+What a rollout multiplies by does not change while it lasts, so that a stage made for it takes its weights in the form
+in which they are multiplied (`mrlhf.megatron.packed`). On processors where 16-bit products are slow the stage computes
+in fp32 throughout, from the 16-bit weights: nothing is rounded on the way, and the cache is in fp32 too.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mrlhf.megatron.attention import CacheContext, CachedSelfAttention, cached_attention
+from mrlhf.megatron.cpu_products import Fp32ColumnParallelLinear, Fp32RowParallelLinear, widens
 from mrlhf.megatron.heads import LogprobHead
 from mrlhf.megatron.model import LanguageModelStage
 from mrlhf.megatron.norms import TorchNorm
+from mrlhf.megatron.packed import product
 
 _OFF = (
     "sequence_parallel",
@@ -45,79 +51,67 @@ _OFF = (
 """Settings of Megatron's that change what a layer computes, or how, and are off in what is computed here."""
 
 
-FEW_ROWS, SOME_ROWS, TILE = 8, 64, 1024
-"""Rows up to which a product on a CPU takes one form or the other of `linear`, and columns of a tile."""
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear``, in the form that suits the few rows of a decoding step on a CPU.
-
-    BLAS copies the weight into its own order before it multiplies, which for a few rows takes longer than to multiply.
-    With up to 8 rows as the columns of the result it reads the weight as it is (up to twice as fast by itself, a tenth
-    of a whole rollout). With some more, a large weight is taken in tiles, whose copy stays in the cache (up to a third
-    faster by itself, the same bits).
-
-    Args:
-        x: ``[T, k]``.
-        weight: ``[n, k]``.
-        bias: ``[n]`` or None.
-
-    Returns:
-        ``[T, n]``.
-    """
-    rows, columns = x.size(0), weight.size(0)
-    if rows > SOME_ROWS or x.dtype is not torch.float32 or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
-    if rows <= FEW_ROWS:
-        out = torch.mm(weight, x.t()).t().contiguous()
-    elif columns >= 2 * TILE:
-        out = x.new_empty(rows, columns)
-        for start in range(0, columns, TILE):
-            torch.mm(x, weight[start : start + TILE].t(), out=out[:, start : start + TILE])
-    else:
-        return F.linear(x, weight, bias)
-    return out if bias is None else out.add_(bias)
-
-
 class _Linear:
     """A sharded linear layer; ``reduced`` sums its output over the tensor ranks."""
 
-    __slots__ = ("bias", "group", "weight")
+    __slots__ = ("bias", "group", "product")
 
-    def __init__(self, module: Any, group: dist.ProcessGroup | None) -> None:
-        self.weight, self.bias = module.weight, module.bias
+    def __init__(self, module: Any, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
+        self.product = product(module.weight, module.bias if group is None else None, dtype)
+        self.bias = None if module.bias is None else module.bias.detach().to(dtype)
         self.group = group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, k] -> [T, n]``."""
+        out = self.product(x)
         if self.group is None:
-            return linear(x, self.weight, self.bias)
-        out = linear(x, self.weight)
+            return out
         dist.all_reduce(out, group=self.group)
         return out if self.bias is None else out + self.bias
+
+
+class _Norm:
+    """RMSNorm or LayerNorm."""
+
+    __slots__ = ("module", "parameters")
+
+    def __init__(self, module: TorchNorm, dtype: torch.dtype) -> None:
+        self.module = module
+        weight, bias = module.weight.detach().to(dtype), module.bias
+        self.parameters = weight, None if bias is None else bias.detach().to(dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension of ``x``."""
+        weight, bias = self.parameters
+        if x.dtype is not torch.float32:
+            out: torch.Tensor = self.module(x)
+            return out
+        if bias is not None:
+            return F.layer_norm(x, weight.shape, weight, bias, self.module.eps)
+        return F.rms_norm(x, weight.shape, weight, self.module.eps)
 
 
 class _Layer:
     """One transformer layer."""
 
-    def __init__(self, layer: Any, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, layer: Any, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
         attention, config = layer.self_attention, layer.config
         self.number = layer.layer_number
-        self.norms = layer.input_layernorm, layer.pre_mlp_layernorm
-        self.qkv, self.proj = _Linear(attention.linear_qkv, None), _Linear(attention.linear_proj, group)
-        self.head_norms = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
+        self.norms = _Norm(layer.input_layernorm, dtype), _Norm(layer.pre_mlp_layernorm, dtype)
+        self.qkv, self.proj = _Linear(attention.linear_qkv, None, dtype), _Linear(attention.linear_proj, group, dtype)
+        self.head_norms = _norm(attention.q_layernorm, dtype), _norm(attention.k_layernorm, dtype)
         self.groups = attention.num_query_groups_per_partition
         self.queries = attention.num_attention_heads_per_partition // self.groups
         self.scale = config.softmax_scale
         self.mlp: Callable[[torch.Tensor], torch.Tensor] = _module_mlp(layer.mlp)
         if type(layer.mlp) is MLP and _plain(layer.mlp.linear_fc1, layer.mlp.linear_fc2):
-            self.mlp = _Mlp(layer.mlp, group)
+            self.mlp = _Mlp(layer.mlp, group, dtype)
 
     def __call__(self, x: torch.Tensor, context: CacheContext, rotary: tuple[torch.Tensor, torch.Tensor]) -> Any:
         """``[T, h] -> [T, h]``."""
         mixed = self.qkv(self.norms[0](x)).view(x.size(0), self.groups, self.queries + 2, -1)
         turned = mixed[:, :, :-1]
-        if self.head_norms[0] is not None:
+        if self.head_norms[0] is not None and self.head_norms[1] is not None:
             query, key = turned[:, :, :-1], turned[:, :, -1:]
             turned = torch.cat((self.head_norms[0](query), self.head_norms[1](key)), dim=2)
         cos, sin = rotary
@@ -131,8 +125,8 @@ class _Layer:
 class _Mlp:
     """Two linear layers with an activation between them, gated or not."""
 
-    def __init__(self, mlp: Any, group: dist.ProcessGroup | None) -> None:
-        self.first, self.second = _Linear(mlp.linear_fc1, None), _Linear(mlp.linear_fc2, group)
+    def __init__(self, mlp: Any, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
+        self.first, self.second = _Linear(mlp.linear_fc1, None, dtype), _Linear(mlp.linear_fc2, group, dtype)
         # Megatron adds this bias after the product, outside the layer.
         self.activation, self.gated = mlp.config.activation_func, mlp.config.gated_linear_unit
 
@@ -146,24 +140,35 @@ class _Mlp:
 
 
 def _module_mlp(mlp: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    dtype = mlp.config.params_dtype
+
     def call(x: torch.Tensor) -> torch.Tensor:
         """Megatron's own."""
-        out, bias = mlp(x.unsqueeze(1))
+        out, bias = mlp(x.to(dtype).unsqueeze(1))
         out = out.squeeze(1)
-        return out if bias is None else out + bias
+        return (out if bias is None else out + bias).to(x.dtype)
 
     return call
 
 
 class LeanStage:
-    """The forward of one stage over packed tokens."""
+    """The forward of one stage over packed tokens, with the weights that it has when this is made.
+
+    Attributes:
+        dtype: of what it computes, keys and values included.
+    """
 
     def __init__(self, chunk: Any, groups: ProcessGroupCollection) -> None:
         """Take the parts of a stage that `is_known`."""
         group = groups.tp if groups.tp.size() > 1 else None
         self.chunk = chunk
-        self.layers = [_Layer(layer, group) for layer in chunk.decoder.layers]
-        self.norm = _norm(chunk.decoder.final_layernorm)
+        self.dtype = torch.float32 if widens(chunk.config.params_dtype) else chunk.config.params_dtype
+        self.layers = [_Layer(layer, group, self.dtype) for layer in chunk.decoder.layers]
+        self.norm = _norm(chunk.decoder.final_layernorm, self.dtype)
+        if chunk.post_process:
+            tied = chunk.share_embeddings_and_output_weights
+            weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+            self.head = product(weight, dtype=self.dtype)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
@@ -178,7 +183,7 @@ class LeanStage:
             and chunk.rotary_pos_emb.inv_freq.numel() * 2 == config.kv_channels
             and config.num_query_groups >= groups.tp.size()
             and all(_known_layer(layer) for layer in chunk.decoder.layers)
-            and type(_norm(chunk.decoder.final_layernorm)) in (type(None), TorchNorm)
+            and _known_norm(chunk.decoder.final_layernorm)
             and (not chunk.pre_process or _known_embedding(chunk.embedding))
             and (not chunk.post_process or type(chunk.output_layer) is LogprobHead)
         )
@@ -186,8 +191,8 @@ class LeanStage:
     def __call__(
         self, tokens: torch.Tensor, hidden: torch.Tensor | None, context: CacheContext, select: torch.Tensor
     ) -> torch.Tensor:
-        """``[T, h]`` for the next stage; on the last one logits ``[n, padded vocabulary / TP]`` of ``select``."""
-        x = self.chunk.embedding.word_embeddings(tokens) if hidden is None else hidden
+        """``[T, h]`` for the next stage, on the last logits ``[n, padded vocabulary / TP]`` of ``select``."""
+        x = (self.chunk.embedding.word_embeddings(tokens) if hidden is None else hidden).to(self.dtype)
         if context.rotary is None:
             context.rotary = self._rotary(context, x.dtype)
         for layer in self.layers:
@@ -199,9 +204,7 @@ class LeanStage:
         x = self.norm(x)
         if not self.chunk.post_process:
             return x
-        tied = self.chunk.share_embeddings_and_output_weights
-        weight = self.chunk.shared_embedding_or_output_weight() if tied else self.chunk.output_layer.weight
-        return linear(x, weight)
+        return self.head(x)
 
     def _rotary(self, context: CacheContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of the positions of a pass, ``[T, 1, 1, head_dim]``."""
@@ -215,13 +218,13 @@ class LeanStage:
 
 def _known_layer(layer: Any) -> bool:
     attention = layer.self_attention
-    head_norms = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
     return (
         type(layer) in _LAYERS
         and type(attention) is CachedSelfAttention
         and type(layer.input_layernorm) is type(layer.pre_mlp_layernorm) is TorchNorm
-        and all(norm is None or type(norm) is TorchNorm for norm in head_norms)
-        and (head_norms[0] is None) == (head_norms[1] is None)
+        and _known_norm(attention.q_layernorm)
+        and _known_norm(attention.k_layernorm)
+        and type(attention.q_layernorm) is type(attention.k_layernorm)
         and _plain(attention.linear_qkv, attention.linear_proj)
     )
 
@@ -236,13 +239,22 @@ def _layer_kinds() -> tuple[type, ...]:
 _LAYERS = _layer_kinds()
 
 
-def _norm(module: Any) -> Any:
-    """The norm, or None where Megatron has put a placeholder."""
-    return None if module is None or type(module) is IdentityOp else module
+def _is_absent(module: Any) -> bool:
+    """Whether there is no norm; Megatron puts a placeholder in its place."""
+    return module is None or type(module) is IdentityOp
+
+
+def _norm(module: Any, dtype: torch.dtype) -> _Norm | None:
+    return None if _is_absent(module) else _Norm(module, dtype)
+
+
+def _known_norm(module: Any) -> bool:
+    return _is_absent(module) or type(module) is TorchNorm
 
 
 def _plain(first: Any, second: Any) -> bool:
-    return type(first) is ColumnParallelLinear and type(second) is RowParallelLinear
+    kinds = (ColumnParallelLinear, RowParallelLinear), (Fp32ColumnParallelLinear, Fp32RowParallelLinear)
+    return (type(first), type(second)) in kinds
 
 
 def _known_embedding(embedding: Any) -> bool:

@@ -170,7 +170,8 @@ class RolloutEngine:
         length = max((len(r.prompt) + r.max_new_tokens for r in requests), default=1)
         # Passes without meaning take positions up to the multiple less 1.
         filler = max(self.multiple, filler_tokens_of_round(self.chunks, self.groups))
-        numbers, dtype = layer_numbers(self.chunks), self.chunks[0].config.params_dtype
+        pipeline = Pipeline(self.chunks, self.groups)
+        numbers, dtype = layer_numbers(self.chunks), pipeline.cache_dtype
         slots = self._slots(len(rows), max(length, filler), len(numbers) * dtype.itemsize)
         shared = filler_tokens_of_round(self.chunks, self.groups) > 0
         pp = int(self.groups.pp.size())
@@ -185,7 +186,7 @@ class RolloutEngine:
             prefill_tokens=self.prefill_tokens,
             ends=ends,
         )
-        return Rounds(Pipeline(self.chunks, self.groups), cache, scheduler, rows, draw, self.multiple, self.device)
+        return Rounds(pipeline, cache, scheduler, rows, draw, self.multiple, self.device)
 
     def _slots(self, rows: int, length: int, bytes_per_number: int) -> int:
         """Rows at once: as many as there are, as many as are wanted, as many as there is memory for."""

@@ -33,13 +33,19 @@ LAYOUTS = {
 
 
 def _engine(
-    folder: Path, world: int, sizes: dict[str, Any], slots: int, *, change: Callable[[Any], None] = lambda chunk: None
+    folder: Path,
+    world: int,
+    sizes: dict[str, Any],
+    slots: int,
+    *,
+    change: Callable[[Any], None] = lambda chunk: None,
+    dtype: torch.dtype = torch.float32,
 ) -> RolloutEngine:
     layout = ParallelSizes(world_size=world, **sizes)
     groups = build_groups(layout)
     seed_rng_tracker(0, groups.tp.rank())
     config = read_model_config(folder)
-    chunks = build_model(config, layout, groups, head="lm", trainable=False)
+    chunks = build_model(config, layout, groups, head="lm", trainable=False, dtype=dtype)
     load_weights(chunks, config, folder, groups=groups, head="lm")
     for chunk in chunks:
         change(chunk)
@@ -151,6 +157,44 @@ def test_samples_do_not_depend_on_layout_slots_and_order(
             # Every rank has them, not only the last stage.
             for row in part[number]:
                 assert row[3] == pytest.approx(reference[row[0]][3], abs=2e-5)
+
+
+def _rounded(chunk: Any) -> None:
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+def _in_16_bits(world: int, sizes: dict[str, Any]) -> list[Any]:
+    """Greedy texts, log-probs, and the cache's dtype: in bf16 with its products in fp32, and in fp32 with the same
+    weights."""
+    from mrlhf.megatron.decode import Pipeline
+    from mrlhf.parallel.products import chosen
+
+    found = []
+    requests = [GenerationRequest(i, p, 8) for i, p in enumerate(_prompts()[::8])]
+    with chosen("fp32"):
+        for options in ({"dtype": torch.bfloat16}, {"change": _rounded}):
+            engine = _engine(DATA / "standard_trajectory" / "actor", world, sizes, 3, **options)
+            made = engine.generate(
+                requests, SamplingParams(temperature=0.0), stop_ids=[2], seed=0, step=0, with_logprobs=True
+            )
+            cache = Pipeline(engine.chunks, engine.groups).cache_dtype
+            found.append(([g.tokens for g in made], [g.logprobs for g in made], str(cache)))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "tp2sp"])
+def test_bf16_with_products_in_fp32_says_what_fp32_says_with_the_same_weights(run_ranks: Any, layout: str) -> None:
+    world, sizes = LAYOUTS[layout]
+    for bf16, fp32 in run_ranks(_in_16_bits, world, world, sizes):
+        # Megatron's own modules, under sequence parallelism, round to bf16 everywhere; messages between stages do.
+        assert bf16[2] == ("torch.bfloat16" if layout == "tp2sp" else "torch.float32")
+        exact = layout in ("tp1", "tp2")
+        assert not exact or bf16[0] == fp32[0]
+        firsts = [(a[0], b[0]) for a, b in zip(bf16[1], fp32[1], strict=True)]
+        for a, b in zip(bf16[1], fp32[1], strict=True) if exact else [zip(*firsts, strict=True)]:
+            assert list(a) == pytest.approx(list(b), abs=2e-5 if exact else 0.05)
 
 
 def _penalized(world: int, sizes: dict[str, Any]) -> list[Any]:

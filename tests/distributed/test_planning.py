@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrlhf.megatron.cpu_products import widens
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes
 from mrlhf.planning import activations
@@ -221,7 +222,9 @@ def test_parameters_states_cache_and_checkpoint_are_as_planned(name: str, tmp_pa
                 assert found[role.name][part] == pytest.approx(getattr(kept, part), rel=0.05), part
         actor = job.roles[0]
         assert job.rollout is not None
-        assert found["cache"] == kv_cache_bytes(job, actor, job.rollout, actor.stages[stage].layers)
+        # On processors without 16-bit products generation computes in fp32, unless through Megatron's own modules.
+        wider = 2 if widens(DTYPES[case.dtype]) and not case.sizes.get("sequence_parallel") else 1
+        assert found["cache"] == wider * kv_cache_bytes(job, actor, job.rollout, actor.stages[stage].layers)
     tensors, pieces = stored(folder)
     assert tensors == checkpoint_bytes(job)
     # Every piece has a header of its own, which is nothing beside real tensors.
