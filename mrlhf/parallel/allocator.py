@@ -2,7 +2,9 @@
 
 As it comes, glibc maps every block of some megabytes afresh and gives it back to the kernel when it is freed. PPO
 allocates the same large tensors in every step, and a page that is touched for the first time costs a fault, and zeros
-written by the kernel: about as much as ten passes over it. The process keeps such memory instead.
+written by the kernel: about as much as ten passes over it. The process keeps such memory instead, and torch asks for
+huge pages for large tensors (``MADV_HUGEPAGE``, which kernels with ``transparent_hugepage/enabled`` at ``madvise`` or
+``always`` grant), which saves faults and the walks through page tables of each product.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from mrlhf.errors import ConfigError
 
 KEEP_VARIABLE = "MRLHF_KEEP_MEMORY"
 """Name of the variable with the mebibytes of freed memory that a process keeps; 0 leaves malloc as it is."""
 DEFAULT_MEBIBYTES = 512
+HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
+"""torch's own; it is read when the first tensor is made."""
 
 # Of malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -27,14 +31,15 @@ _PAD = 16 << 20
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> int:
+def keep_freed_memory(environ: MutableMapping[str, str] = os.environ) -> int:
     """Make glibc serve blocks up to 1 GiB from its heap, and keep the heap's free end up to a limit.
 
     Once per process, before tensors are made. Does nothing where malloc is not glibc's, or has settings of its own in
     the environment; an allocator that replaces malloc (``LD_PRELOAD``) ignores it.
 
     Args:
-        environ: where ``MRLHF_KEEP_MEMORY`` is looked up, in MiB (default 512).
+        environ: where ``MRLHF_KEEP_MEMORY`` is looked up, in MiB (default 512), and where torch is asked for huge
+            pages, unless that is decided there.
 
     Returns:
         MiB that are kept; 0 where nothing was done.
@@ -46,6 +51,7 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> int:
     own = any(name in environ for name in _OWN_SETTINGS) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
     if not kept or own or not sys.platform.startswith("linux"):
         return 0
+    environ.setdefault(HUGE_PAGES_VARIABLE, "1")
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):  # musl
         return 0

@@ -34,6 +34,18 @@ def _faults(**environment: str) -> list[int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_huge_pages_are_asked_for_unless_that_is_decided() -> None:
+    environment = {"MRLHF_KEEP_MEMORY": "0"}
+    keep_freed_memory(environment)
+    assert environment == {"MRLHF_KEEP_MEMORY": "0"}
+    for given, expected in (({}, "1"), ({"THP_MEM_ALLOC_ENABLE": "0"}, "0")):
+        code = "import os; from mrlhf.parallel.allocator import keep_freed_memory as keep; keep()"
+        code += "; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+        run = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == expected
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_freed_blocks_are_used_again() -> None:
     kept, faults = _faults()
     # Transparent huge pages make faults fewer, with and without.
