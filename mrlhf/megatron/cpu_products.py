@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from mrlhf.megatron import device
-from mrlhf.parallel.products import are_widened, has_fast_bf16, is_widened, product
+from mrlhf.parallel.products import LARGE, are_widened, has_fast_bf16, is_widened, product
 
 __all__ = ["attention", "has_fast_bf16", "is_widened", "linear", "widens", "with_fp32_products"]
 
@@ -56,10 +56,12 @@ class _Product(torch.autograd.Function):
         if x is not None and sequence_parallel:
             x, gathering = _gathered(x, group, asynchronous=True)
         flat = grad.reshape(-1, grad.size(-1))
+        # It is multiplied twice.
+        wide = flat.float() if flat.numel() <= LARGE else flat
         of_x = of_weight = of_bias = None
         sending: dist.Work | None = None
         if ctx.needs_input_grad[0]:
-            of_x = product(flat, weight).view(*grad.shape[:-1], weight.size(1))
+            of_x = product(wide, weight, grad.dtype).view(*grad.shape[:-1], weight.size(1))
             if sequence_parallel:
                 if gathering is not None:
                     gathering.wait()
@@ -71,7 +73,7 @@ class _Product(torch.autograd.Function):
         if gathering is not None:
             gathering.wait()
         if x is not None:
-            of_weight = product(flat.t(), x.reshape(-1, x.size(-1)))
+            of_weight = product(wide.t(), x.reshape(-1, x.size(-1)), weight.dtype)
         if ctx.needs_input_grad[2]:
             of_bias = flat.sum(dim=0)
         if sending is not None:

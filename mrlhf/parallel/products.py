@@ -127,28 +127,30 @@ def is_widened(operand: torch.Tensor) -> bool:
     return operand.dtype in HALF and operand.device.type == "cpu" and are_widened(operand.dtype)
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """``a @ b`` of two 16-bit matrices in fp32, rounded once; not recorded by autograd.
 
     Args:
-        a: ``[m, k]``, in any order in memory.
-        b: ``[k, n]`` of the same dtype, likewise.
+        a: ``[m, k]``, in any order in memory; may be widened already.
+        b: ``[k, n]``, likewise.
+        dtype: of the result; None for that of ``a``.
 
     Returns:
-        ``[m, n]`` in the operands' dtype.
+        ``[m, n]``.
     """
+    dtype = dtype or a.dtype
     (m, k), n = a.shape, b.size(1)
     few = m <= FEW_ROWS and b.stride(0) == 1
-    if few and m == 1 and a.dtype is torch.bfloat16:
+    if few and m == 1 and a.dtype is b.dtype is dtype is torch.bfloat16:
         # torch's own product of one row is not slow, sums in fp32, and reads half the bytes.
         return a @ b
     tile = TILE if few else LARGE
     if max(k * n, m * n, m * k) <= tile:
-        return (a.float() @ b.float()).to(a.dtype)
+        return (a.float() @ b.float()).to(dtype)
     if m > n:
         # The same with both sides turned around, so that the larger operand is the one in tiles.
-        return product(b.t(), a.t()).t().contiguous()
-    out, wide = a.new_empty(m, n), a.float()
+        return product(b.t(), a.t(), dtype).t().contiguous()
+    out, wide = a.new_empty(m, n, dtype=dtype), a.float()
     width = max(tile // max(k, m), 1)
     for start in range(0, n, width):
         out[:, start : start + width] = wide @ b[:, start : start + width].float()
