@@ -35,6 +35,11 @@ class PrecisionConfig(Section):
         description="layers and optimizer: auto: fused ones where they are installed and run; local: Megatron's and "
         "torch's own; te: Transformer Engine's, or the run is refused",
     )
+    compile: bool = Field(
+        False,
+        description="torch.compile of dense layers in training passes; needs a C++ compiler on CPUs, and no collectives "
+        "in layers",
+    )
     fp8: Literal["hybrid", "e4m3"] | None = Field(
         None, description="linear layers in FP8; hybrid: e4m3, gradients e5m2; e4m3: all e4m3; null: no FP8"
     )

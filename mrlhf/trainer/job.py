@@ -19,6 +19,7 @@ from mrlhf.checkpoint.safetensors_io import SafetensorsReader
 from mrlhf.checkpoint.transforms import TensorRanks
 from mrlhf.config_sections import AdamConfig, RunConfig
 from mrlhf.megatron import device
+from mrlhf.megatron.compiled import compile_layers
 from mrlhf.megatron.groups import ProcessGroupCollection, build_groups
 from mrlhf.megatron.model import Head, build_model
 from mrlhf.megatron.optimizer import AdamSettings, Trainable
@@ -194,6 +195,8 @@ def load_model(
     )
     if not job.weights:
         return list(chunks)
+    if trainable and job.config.precision.compile:
+        compile_layers(chunks)
     if not loaded:
         draw_weights(
             chunks,

@@ -18,6 +18,7 @@ from mrlhf.model_config import ModelConfig
 from mrlhf.parallel import products
 from mrlhf.parallel.launch import LaunchEnv
 from mrlhf.planning.from_config import fp8_role
+from mrlhf.trainer.compiling import compile_problems
 
 
 def fp8_of(precision: PrecisionConfig) -> Fp8 | None:
@@ -59,7 +60,7 @@ def precision_problems(
         masked: whether the trained model gets attention masks.
     """
     precision = config.precision
-    problems = products.problems()
+    problems = products.problems() + compile_problems(config, models, trained=trained, masked=masked)
     if precision.kernels == "te":
         try:
             available_parts(DTYPES[precision.dtype], kernels="te", masked=masked)
