@@ -11,7 +11,7 @@ from mrlhf.planner import ParallelSizes
 
 Recompute = Literal["none", "selective", "full"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe"]
-OF_PASSES = ("recompute", "recompute_modules")
+OF_PASSES = ("recompute", "recompute_modules", "overlap_grad_reduce")
 """Keys of `ParallelConfig` that change how passes are made, and not where anything lies."""
 
 
@@ -50,6 +50,12 @@ class ParallelConfig(Section):
         ("layernorm", "mlp", "moe"),
         description="selective: core_attn: attention without its matrices; layernorm: norms; mlp, moe: feed-forward "
         "parts of dense layers, of mixtures of experts",
+    )
+
+    overlap_grad_reduce: bool | None = Field(
+        None,
+        description="sum gradients over replicas beside the backward pass that computes the others; null: for dense "
+        "models on CUDA",
     )
 
     @field_validator("recompute", mode="before")

@@ -47,6 +47,17 @@ class AdamSettings:
     clip_grad: float = 1.0
 
 
+def overlaps(wanted: bool | None, *, cuda: bool, replicas: int, experts: bool) -> bool:
+    """Whether gradients are summed over ``replicas`` while others are still computed; None: where it pays.
+
+    With ``experts`` it has to be asked for: every rank must have a gradient for every parameter in every step, which
+    an expert that gets no token may not have. On a CPU it only adds threads that the backward pass needs itself.
+    """
+    if replicas == 1:
+        return False
+    return cuda and not experts if wanted is None else wanted
+
+
 class Trainable:
     """A model that is trained: its stages in Megatron's DDP, the optimizer and the schedule of its rate."""
 
@@ -57,6 +68,8 @@ class Trainable:
         settings: AdamSettings,
         *,
         distributed_optimizer: bool = False,
+        overlap_grad_reduce: bool | None = None,
+        bucket_size: int | None = None,
     ) -> None:
         """Wrap ``chunks`` (weights already loaded: the optimizer copies them).
 
@@ -65,14 +78,27 @@ class Trainable:
             groups: the model's process groups.
             settings: see `AdamSettings`.
             distributed_optimizer: shard the optimizer's state over the data-parallel ranks.
+            overlap_grad_reduce: see `overlaps`. What is summed beside the backward pass is ready when `prepare_step`
+                begins. A step is one `zero_grad` and one `mrlhf.megatron.schedule.forward_backward`, overlapped or not.
+            bucket_size: elements that are summed at once where that overlaps; None for Megatron's 40 million or more.
         """
         self.groups = groups
         self.settings = settings
         self.config = get_model_config(chunks[0])
-        self.chunks = _wrap(chunks, self.config, groups, distributed_optimizer)
+        experts = bool(self.config.num_moe_experts)
+        self.overlapped = overlaps(
+            overlap_grad_reduce, cuda=device.has_cuda(), replicas=groups.dp_cp.size(), experts=experts
+        )
+        """Whether gradients are summed beside the backward pass."""
+        bucket_size = bucket_size if self.overlapped else None
+        self.chunks = _wrap(chunks, self.config, groups, distributed_optimizer, self.overlapped, bucket_size)
         self._optimizer = _build_optimizer(self.chunks, groups, settings, self.config, distributed_optimizer)
         self.config.grad_scale_func = self._optimizer.scale_loss
         self.config.finalize_model_grads_func = partial(_finalize, groups=groups)
+        if self.overlapped:
+            # Only the last micro-batch of a step sets sums off.
+            contexts = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
         self.schedule = _build_schedule(self._optimizer, settings)
         self.scale_exhausted = False
         """fp16 only: the last gradient overflowed at the lowest loss scale, so that waiting brings nothing."""
@@ -196,12 +222,18 @@ class Trainable:
 
 
 def _wrap(
-    chunks: Sequence[torch.nn.Module], config: Any, groups: ProcessGroupCollection, distributed: bool
+    chunks: Sequence[torch.nn.Module],
+    config: Any,
+    groups: ProcessGroupCollection,
+    distributed: bool,
+    overlapped: bool,
+    bucket_size: int | None,
 ) -> list[DistributedDataParallel]:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlapped,
+        bucket_size=bucket_size,
         check_for_nan_in_grad=False,
     )
     return [

@@ -234,4 +234,10 @@ def make_trainable(
         eps=adam.eps,
         clip_grad=adam.clip_grad,
     )
-    return Trainable(chunks, job.layout_of(role).groups, settings, distributed_optimizer=distributed)
+    return Trainable(
+        chunks,
+        job.layout_of(role).groups,
+        settings,
+        distributed_optimizer=distributed,
+        overlap_grad_reduce=job.config.parallel_of(role).overlap_grad_reduce,
+    )
