@@ -42,12 +42,14 @@ def llama(shape: str = "small", *, vocab: int, length: int, tied: bool = False) 
     )
 
 
-def build_trained(sizes: ParallelSizes, *, vocab: int, length: int, shape: str = "small") -> TrainedModel:
+def build_trained(
+    sizes: ParallelSizes, *, vocab: int, length: int, shape: str = "small", dtype: torch.dtype = torch.float32
+) -> TrainedModel:
     """A language model with fresh weights and its optimizer; all ranks of the world call this together."""
     device.install()
     config, groups = llama(shape, vocab=vocab, length=length), build_groups(sizes)
     device.seed_rng_tracker(0, groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp_cp.rank())
-    chunks = build_model(config, sizes, groups, head="lm", trainable=True)
+    chunks = build_model(config, sizes, groups, head="lm", trainable=True, dtype=dtype)
     draw_weights(chunks, config, ranks=TensorRanks.of(groups))
     return TrainedModel("model", config, Trainable(chunks, groups, AdamSettings(lr=1e-4)), groups)
 

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import REPEATS, ROOT, Comparison, Report, markdown
 
-THREADS = {"gae": 2, "logprob": 2, "vocab_parallel": 1, "layouts": 1, "roofline": 2, "rollout": 2, "ppo_step": 2}
+THREADS = {"gae": 2, "logprob": 2, "vocab_parallel": 1, "layouts": 1, "roofline": 2, "bf16": 1, "rollout": 2,
+           "ppo_step": 2}  # fmt: skip
 """The comparisons in the order in which they run, with the threads of a process."""
 
 
