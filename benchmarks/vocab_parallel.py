@@ -105,6 +105,9 @@ def handler() -> Callable[..., dict[str, Any]]:
     """Answers requests on one rank."""
     import torch.distributed as dist
 
+    from mrlhf.parallel.allocator import keep_freed_memory
+
+    keep_freed_memory()  # as in any run of ours on CPU; the peers run in the same processes and have it too
     dist.init_process_group("gloo")
     kept: dict[tuple[int, int], Logits] = {}
 

@@ -129,27 +129,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         start, valid = shard_columns(logits.shape[1], group, vocab_size)
         dtype = compute_dtype(logits.dtype)
         local = logits.new_zeros((4 if with_entropy else 3, logits.shape[0]), dtype=dtype)
-        local[0] = float("-inf")
-        chunks = _row_chunks(logits) if valid else []
-        # One buffer for all chunks: fresh memory for each costs more than the arithmetic.
-        buffer = _buffer(logits, chunks, valid, dtype)
-        scratch = torch.empty_like(buffer) if with_entropy else buffer
-        for rows in chunks:
-            count = rows.stop - rows.start
-            x = _scaled(logits[rows, :valid], temperature, buffer[:count])
-            columns, inside = target_columns(targets[rows], start, valid)
-            local[2, rows] = torch.where(inside, x.gather(1, columns).squeeze(1), 0.0)
-            top = x.amax(1)
-            local[0, rows] = top
-            # A shard whose logits are all -inf must give a sum of 0, not NaN.
-            x.sub_(top.masked_fill(top == float("-inf"), 0.0).unsqueeze(1))
-            weights = torch.exp(x, out=scratch[:count])
-            local[1, rows] = weights.sum(1)
-            if with_entropy:
-                local[3, rows] = weights.mul_(x.clamp_(min=LOGIT_FLOOR)).sum(1)
+        # The exponentials are most of the work. Where they have the size of the gradient, they become it (`backward`).
+        kept = None
+        if ctx.needs_input_grad[0] and logits.dtype == dtype and valid:
+            kept = logits.new_empty(logits.shape)
+        if valid:
+            _shard_statistics(logits, valid, temperature, local, kept)
+            columns, inside = target_columns(targets, start, valid)
+            chosen = _scaled(logits.gather(1, columns), temperature, logits.new_empty(columns.shape, dtype=dtype))
+            local[2] = torch.where(inside, chosen.squeeze(1), 0.0)
+        else:
+            local[0] = float("-inf")
         result = combine_shards(local, group)
         ctx.save_for_backward(logits, targets, result.logsumexp, result.entropy)
         ctx.constants = (start, valid, temperature)
+        ctx.kept, ctx.top = kept, local[0]
         ctx.set_materialize_grads(False)
         return result.logprobs, result.entropy
 
@@ -159,12 +153,20 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         """The gradient of the logits ``[n, V/TP]`` from those of log-probs and entropy ``[n]``."""
         logits, targets, logsumexp, entropy = ctx.saved_tensors
         start, valid, temperature = ctx.constants
-        grad = torch.empty_like(logits)
-        grad[:, valid:].zero_()
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
-        chunks = _row_chunks(logits) if valid else []
+        kept, ctx.kept = ctx.kept, None
         in_place = logits.dtype == logsumexp.dtype
+        # A second backward pass, 16-bit logits or an entropy's gradient: the exponentials are computed again.
+        grad = torch.empty_like(logits) if kept is None else kept
+        grad[:, valid:].zero_()
+        if in_place and grad_entropy is None and valid:
+            if kept is None:
+                _shard_statistics(logits, valid, temperature, logsumexp.new_empty(3, logsumexp.shape[0]), grad)
+            target = target_columns(targets, start, valid)
+            _gradient_of_kept(grad[:, :valid], ctx.top, target, logsumexp, grad_logprobs / temperature)
+            return grad, None, None, None, None, None
+        chunks = _row_chunks(logits) if valid else []
         buffer = None if in_place else _buffer(logits, chunks, valid, logsumexp.dtype)
         for rows in chunks:
             out = grad[rows, :valid] if buffer is None else buffer[: rows.stop - rows.start]
@@ -178,6 +180,37 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             if not in_place:
                 grad[rows, :valid] = x
         return grad, None, None, None, None, None
+
+
+def _shard_statistics(logits: Tensor, valid: int, temperature: float, local: Tensor, kept: Tensor | None) -> None:
+    """Fill ``local [3 or 4, n]`` (see `combine_shards`) but for the target's logit, and ``kept`` with exp(x - m)."""
+    dtype, with_entropy = local.dtype, local.shape[0] == 4
+    chunks = _row_chunks(logits)
+    # One buffer for all chunks: fresh memory for each costs more than the arithmetic. The entropy needs two.
+    work = _buffer(logits, chunks, valid, dtype) if kept is None or with_entropy else kept
+    sums = kept if kept is not None else torch.empty_like(work) if with_entropy else work
+    for rows in chunks:
+        own = slice(0, rows.stop - rows.start)
+        x, weights = (b[rows if b is kept else own, :valid] for b in (work, sums))
+        source = logits[rows, :valid]
+        if temperature != 1 or source.dtype != dtype:
+            source = _scaled(source, temperature, x)
+        top = torch.amax(source, 1, out=local[0, rows])
+        # A shard whose logits are all -inf must give a sum of 0, not NaN.
+        torch.sub(source, top.clamp(min=torch.finfo(dtype).min).unsqueeze(1), out=x)
+        torch.exp(x, out=weights)
+        torch.sum(weights, 1, out=local[1, rows])
+        if with_entropy:
+            torch.sum(x.clamp_(min=LOGIT_FLOOR).mul_(weights), 1, out=local[3, rows])
+
+
+def _gradient_of_kept(
+    weights: Tensor, top: Tensor, target: tuple[Tensor, Tensor], logsumexp: Tensor, grad_logprobs: Tensor
+) -> Tensor:
+    """`softmax_gradient` of log-probs alone where ``weights`` = exp(x - ``top``) is known; written over it."""
+    columns, inside = target
+    weights.mul_((-grad_logprobs * (top - logsumexp).exp()).unsqueeze(1))
+    return _finish_gradient(weights, columns, inside, grad_logprobs, grad_logprobs == 0)
 
 
 def softmax_gradient(
@@ -212,6 +245,11 @@ def softmax_gradient(
         probabilities = torch.exp(x, out=scratch)
         x.clamp_(min=LOGIT_FLOOR).add_(value.unsqueeze(1)).mul_(-grad_value.unsqueeze(1))
         x.sub_(grad_logprobs.unsqueeze(1)).mul_(probabilities)
+    return _finish_gradient(x, columns, inside, grad_logprobs, idle)
+
+
+def _finish_gradient(x: Tensor, columns: Tensor, inside: Tensor, grad_logprobs: Tensor, idle: Tensor) -> Tensor:
+    """The targets' own part, and zeros in the rows that are ``idle``."""
     x.scatter_add_(1, columns, torch.where(inside, grad_logprobs, 0.0).unsqueeze(1))
     # Asking first would make a GPU wait; a CPU it spares a pass over memory.
     return x if not x.is_cuda and not idle.any() else x.masked_fill_(idle.unsqueeze(1), 0.0)
