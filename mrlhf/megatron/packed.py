@@ -57,7 +57,8 @@ def can_pack(weight: torch.Tensor) -> bool:
     In fp32, or in bf16 where the processor multiplies that.
     """
     return (
-        weight.device.type == "cpu"
+        # Of a dry run's tensors only the storage tells that there is nothing in them.
+        weight.untyped_storage().device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and not are_widened(weight.dtype)
         and weight.numel() >= PACK_FROM

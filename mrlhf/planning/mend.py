@@ -128,6 +128,9 @@ def _chains(question: Question) -> Iterator[list[Change]]:
     ):
         yield [Change({key: value}) for value in _halves(question.get(key))]
     kinds: dict[str, tuple[str, ...]] = {"none": ("selective", "full"), "selective": ("full",)}
+    if question.config.precision.fp8 is not None and question.config.precision.fp8_recipe == "delayed":
+        # Its scales allow no norms that are computed again.
+        kinds = {"none": ("full",), "selective": ("full",)}
     yield [Change({RECOMPUTE: kind}) for kind in kinds.get(question.get(RECOMPUTE), ())]
     for key in ("offload.reference", "offload.reward", "offload.optimizer"):
         if question.get(key) is False:
