@@ -231,15 +231,16 @@ class CacheContext(BaseInferenceContext):
         return False
 
     def rows(self, cache: torch.Tensor) -> torch.Tensor:
-        """Where the keys of the tokens go in a layer's cache seen as ``[2 * slots * kv_heads * length, head_dim]``.
+        """Where keys and values go in a layer's cache seen as ``[2 * slots * kv_heads * length, head_dim]``.
 
-        ``[T * kv_heads]`` int64; the values of all slots lie behind the keys of all slots.
+        ``[T * kv_heads * 2]`` int64; the values of all slots lie behind the keys of all slots.
         """
         if self._rows is None:
-            heads, length = cache.shape[2:4]
+            slots, heads, length = cache.shape[1:4]
             first = self.slots * (heads * length) + self.positions
-            offsets = torch.arange(heads, device=first.device) * length
-            self._rows = (first[:, None] + offsets).flatten()
+            head, value = (torch.arange(n, device=first.device) for n in (heads, 2))
+            offsets = head[:, None] * length + value * (slots * heads * length)
+            self._rows = (first[:, None, None] + offsets).flatten()
         return self._rows
 
     def reach(self, dtype: torch.dtype) -> torch.Tensor:
@@ -262,19 +263,13 @@ class CacheContext(BaseInferenceContext):
 
 
 def cached_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    context: CacheContext,
-    layer_number: int,
-    scale: float | None,
+    query: torch.Tensor, entries: torch.Tensor, context: CacheContext, layer_number: int, scale: float | None
 ) -> torch.Tensor:
     """Put keys and values into the cache and attend to what each token's sequence has there.
 
     Args:
         query: ``[T, kv_heads / TP, queries of a key head, head_dim]`` after the rotary embedding.
-        key: ``[T, kv_heads / TP, head_dim]``, likewise.
-        value: ``[T, kv_heads / TP, head_dim]``.
+        entries: ``[T, kv_heads / TP, 2, head_dim]``, the keys after the rotary embedding, and the values.
         context: the pass.
         layer_number: global, from 1.
         scale: of the scores; None for ``head_dim ** -0.5``.
@@ -283,14 +278,13 @@ def cached_attention(
         ``[T, heads / TP * head_dim]``.
     """
     cache = context.cache.layer(layer_number)
-    rows, flat = context.rows(cache), cache.view(2, -1, cache.size(-1))
-    flat[0].index_copy_(0, rows, key.reshape(-1, key.size(-1)).to(cache.dtype))
-    flat[1].index_copy_(0, rows, value.reshape(-1, value.size(-1)).to(cache.dtype))
+    size = cache.size(-1)
+    cache.view(-1, size).index_copy_(0, context.rows(cache), entries.reshape(-1, size).to(cache.dtype))
     parts = []
     if context.steps:
         parts.append(_step(query[: context.steps], cache, context, scale))
     for run in _alike(context.segments):
-        parts.append(_prompts(query, key, value, run, cache, context, scale))
+        parts.append(_prompts(query, entries, run, cache, context, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -322,8 +316,7 @@ def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 def _prompts(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    entries: torch.Tensor,
     run: list[Segment],
     cache: torch.Tensor,
     context: CacheContext,
@@ -333,7 +326,8 @@ def _prompts(
     start, count, length = run[0].start, len(run), run[0].length
     q = query[start : start + count * length].unflatten(0, (count, length)).flatten(2, 3).transpose(1, 2)
     if run[0].position == 0:
-        k, v = (x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
+        new = entries[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+        k, v = new.unbind(3)
         out = attention(q, k, v, scale=scale)
     else:
         slot, end = run[0].slot, run[0].position + length
@@ -360,9 +354,8 @@ class CachedSelfAttention(SelfAttention):
             query = apply_rotary_pos_emb(query, table, config=self.config, cp_group=self.pg_collection.cp)
             key = apply_rotary_pos_emb(key, table, config=self.config, cp_group=self.pg_collection.cp)
         query = query.squeeze(1).unflatten(1, (key.size(2), -1))
-        out = cached_attention(
-            query, key.squeeze(1), value.squeeze(1), context, self.layer_number, self.config.softmax_scale
-        )
+        entries = torch.stack((key.squeeze(1), value.squeeze(1)), dim=2)
+        out = cached_attention(query, entries, context, self.layer_number, self.config.softmax_scale)
         return self.linear_proj(out.unsqueeze(1))
 
     def _own_part(self, rotary: Any) -> Any:

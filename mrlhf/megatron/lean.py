@@ -73,22 +73,28 @@ class _Linear:
 class _Norm:
     """RMSNorm or LayerNorm."""
 
-    __slots__ = ("module", "parameters")
+    __slots__ = ("bias", "eps", "epsilon", "module", "weight")
 
     def __init__(self, module: TorchNorm, dtype: torch.dtype) -> None:
-        self.module = module
-        weight, bias = module.weight.detach().to(dtype), module.bias
-        self.parameters = weight, None if bias is None else bias.detach().to(dtype)
+        self.module, self.eps = module, module.eps
+        self.weight = module.weight.detach().to(dtype)
+        self.bias = None if module.bias is None else module.bias.detach().to(dtype)
+        if self.bias is None and dtype is torch.float32:
+            # x / sqrt(mean(x^2) + eps) = sqrt(h) x / sqrt(|x|^2 + h eps)
+            size = self.weight.numel()
+            self.epsilon = torch.tensor((size * self.eps) ** 0.5, dtype=dtype, device=self.weight.device)
+            self.weight = self.weight * size**0.5
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension of ``x``."""
-        weight, bias = self.parameters
-        if x.dtype is not torch.float32:
+        if self.weight.dtype is not torch.float32:
             out: torch.Tensor = self.module(x)
             return out
-        if bias is not None:
-            return F.layer_norm(x, weight.shape, weight, bias, self.module.eps)
-        return F.rms_norm(x, weight.shape, weight, self.module.eps)
+        if self.bias is not None:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        # Half as many kernels as torch's rms_norm on a CPU.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / torch.hypot(length, self.epsilon)).mul_(self.weight)
 
 
 class _Layer:
@@ -116,9 +122,8 @@ class _Layer:
             turned = torch.cat((self.head_norms[0](query), self.head_norms[1](key)), dim=2)
         cos, sin = rotary
         # The two halves of a head change places; the sign of the first one's sine is in the table.
-        turned = torch.addcmul(turned * cos, turned.roll(turned.size(-1) // 2, -1), sin)
-        query, key, value = turned[:, :, :-1], turned[:, :, -1], mixed[:, :, -1]
-        x = x + self.proj(cached_attention(query, key, value, context, self.number, self.scale))
+        torch.addcmul(turned * cos, turned.roll(turned.size(-1) // 2, -1), sin, out=mixed[:, :, :-1])
+        x = x + self.proj(cached_attention(mixed[:, :, :-2], mixed[:, :, -2:], context, self.number, self.scale))
         return x + self.mlp(self.norms[1](x))
 
 

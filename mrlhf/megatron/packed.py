@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from mrlhf.parallel.products import are_widened
 
@@ -39,7 +38,10 @@ def product(weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch
     if dtype is not None and dtype != weight.dtype:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     if not can_pack(weight):
-        return lambda x: F.linear(x, weight, bias)
+        turned = weight.t()
+        if bias is None:
+            return lambda x: torch.mm(x, turned)
+        return lambda x: torch.addmm(bias, x, turned)
     return _packed(torch.ops.mkldnn._reorder_linear_weight(weight, ROWS), bias)
 
 
