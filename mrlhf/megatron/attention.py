@@ -220,6 +220,7 @@ class CacheContext(BaseInferenceContext):
         """Cosines and sines of the positions, kept by the first layer for the others."""
         self._rows: torch.Tensor | None = None
         self._reach: torch.Tensor | None = None
+        self._reach_of_heads: torch.Tensor | None = None
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def is_static_batching(self) -> bool:
@@ -251,6 +252,13 @@ class CacheContext(BaseInferenceContext):
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._reach = zeros.masked_fill_(hidden, float("-inf"))[:, None, None, :]
         return self._reach
+
+    def reach_of_heads(self, dtype: torch.dtype, heads: int) -> torch.Tensor:
+        """`reach` for every key head by itself: ``[steps * heads, 1, longest]``."""
+        if self._reach_of_heads is None:
+            reach = self.reach(dtype).view(self.steps, 1, self.longest)
+            self._reach_of_heads = reach.repeat_interleave(heads, 0)
+        return self._reach_of_heads
 
     def mask(self, segment: Segment) -> torch.Tensor:
         """Which keys a segment in the middle of its sequence sees: bool ``[length, position + length]``."""
@@ -294,11 +302,27 @@ def _step(query: torch.Tensor, cache: torch.Tensor, context: CacheContext, scale
     The query heads of a group stand as query positions of their one key head, so that neither keys nor values are
     repeated.
     """
-    first = context.first_slot
-    slots: Any = context.slots[: context.steps] if first is None else slice(first, first + context.steps)
+    first, count = context.first_slot, context.steps
+    if first is not None and cache.dtype is torch.float32 and cache.device.type == "cpu":
+        return _products(query, cache, first, context, scale)
+    slots: Any = context.slots[:count] if first is None else slice(first, first + count)
     k, v = cache[0][slots, :, : context.longest], cache[1][slots, :, : context.longest]
     out = attention(query.to(k.dtype), k, v, mask=context.reach(k.dtype), scale=scale)
-    return out.reshape(context.steps, -1)
+    return out.reshape(count, -1)
+
+
+def _products(
+    query: torch.Tensor, cache: torch.Tensor, first: int, context: CacheContext, scale: float | None
+) -> torch.Tensor:
+    """The same as two batched products: on a CPU faster than the fused kernel, which is made for many queries."""
+    heads, size = cache.size(2), cache.size(-1)
+    flat = cache.view(2, -1, cache.size(3), size)[:, first * heads : (first + context.steps) * heads, : context.longest]
+    k, v = flat.unbind(0)
+    q = query.to(k.dtype).reshape(k.size(0), -1, size)
+    scores = torch.baddbmm(
+        context.reach_of_heads(k.dtype, heads), q, k.transpose(1, 2), alpha=size**-0.5 if scale is None else scale
+    )
+    return torch.bmm(torch.softmax(scores, -1), v).view(context.steps, -1)
 
 
 def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:
