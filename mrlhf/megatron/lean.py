@@ -161,6 +161,7 @@ class LeanStage:
 
     Attributes:
         dtype: of what it computes, keys and values included.
+        is_complete: whether no part of it runs through a module of Megatron's.
     """
 
     def __init__(self, chunk: Any, groups: ProcessGroupCollection) -> None:
@@ -169,6 +170,7 @@ class LeanStage:
         self.chunk = chunk
         self.dtype = torch.float32 if widens(chunk.config.params_dtype) else chunk.config.params_dtype
         self.layers = [_Layer(layer, group, self.dtype) for layer in chunk.decoder.layers]
+        self.is_complete = all(isinstance(layer.mlp, _Mlp) for layer in self.layers)
         self.norm = _norm(chunk.decoder.final_layernorm, self.dtype)
         if chunk.post_process:
             tied = chunk.share_embeddings_and_output_weights
@@ -214,7 +216,9 @@ class LeanStage:
     def _rotary(self, context: CacheContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of the positions of a pass, ``[T, 1, 1, head_dim]``."""
         if self._tables is None or self._tables[0].size(0) < context.max_sequence_length:
-            angles = self.chunk.rotary_pos_emb.get_emb(context.max_sequence_length)
+            # Megatron keeps this table for training too.
+            with torch.inference_mode(False), torch.no_grad():
+                angles = self.chunk.rotary_pos_emb.get_emb(context.max_sequence_length)
             sine, half = angles.sin(), angles.size(-1) // 2
             sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)
             self._tables = angles.cos().to(dtype), sine.to(dtype)

@@ -151,8 +151,9 @@ class RolloutEngine:
         )
         with _evaluation(self.chunks), torch.no_grad():
             rounds = self.rounds(requests, draw, _ends(frozenset(stop_ids), complete))
-            rounds.run()
-            logprobs = rounds.logprobs() if with_logprobs else [None] * len(requests)
+            with rounds.pipeline.without_autograd():
+                rounds.run()
+                logprobs = rounds.logprobs() if with_logprobs else [None] * len(requests)
         return [
             Generation(request.sample_id, row.response, truncated=not row.stopped, logprobs=found)
             for request, row, found in zip(requests, rounds.rows, logprobs, strict=True)

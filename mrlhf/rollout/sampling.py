@@ -113,14 +113,21 @@ def sample_with_logprobs(
     if shard is None:
         return tokens, torch.zeros(tokens.shape, device=logits.device)
     total = shard.total() if total is None else total
+    if group_size(group) == 1:
+        values = shard.x.gather(1, tokens.unsqueeze(1)).squeeze(1) - shard.top
+        return tokens, _logprobs(values, shard, total)
     columns = (tokens - shard.start).clamp(0, max(shard.x.shape[1] - 1, 0))
     own = (tokens >= shard.start) & (tokens < shard.start + shard.x.shape[1])
     values = torch.zeros_like(shard.top)
     if shard.x.shape[1]:
         values = torch.where(own, shard.x.gather(1, columns.unsqueeze(1)).squeeze(1) - shard.top, 0.0)
-    if group_size(group) > 1:
-        dist.all_reduce(values, group=group)
-    return tokens, (values.double() / shard.temperature - (total / _SCALE).log()).float()
+    dist.all_reduce(values, group=group)
+    return tokens, _logprobs(values, shard, total)
+
+
+def _logprobs(values: Tensor, shard: _Shard, total: Tensor) -> Tensor:
+    """From logits less their row's maximum, and the weight of all tokens."""
+    return (values.double() / shard.temperature - (total / _SCALE).log()).float()
 
 
 def _draw(
@@ -254,6 +261,8 @@ def _inverse_cdf(shard: _Shard, weights: Tensor, uniforms: Tensor) -> tuple[Tens
     ends = gather_shards(local, shard.group).cumsum(0)
     total = ends[-1]
     target = torch.minimum((uniforms * total).floor(), total - 1)
+    if group_size(shard.group) == 1:
+        return _pick_in_blocks(weights, blocks, target) + shard.start, total
     tokens = torch.full_like(target, -1, dtype=torch.int64)
     if weights.shape[1]:
         offset = ends[0 if shard.group is None else dist.get_rank(shard.group)] - local
@@ -261,8 +270,7 @@ def _inverse_cdf(shard: _Shard, weights: Tensor, uniforms: Tensor) -> tuple[Tens
         own = (target >= 0) & (target < local)
         picked = _pick_in_blocks(weights, blocks, torch.where(own, target, 0.0))
         tokens = torch.where(own, picked + shard.start, tokens)
-    if group_size(shard.group) > 1:
-        dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=shard.group)
+    dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=shard.group)
     return tokens, total
 
 
@@ -272,9 +280,12 @@ def _pick_in_blocks(weights: Tensor, blocks: Tensor, target: Tensor) -> Tensor:
     end = blocks.gather(1, block)
     begin = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)
     columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    inside = columns < weights.shape[1]
-    part = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).double() * _SCALE
-    cumulative = torch.where(inside, part, 0.0).cumsum(1)
+    if weights.shape[1] % _BLOCK:
+        inside = columns < weights.shape[1]
+        part = torch.where(inside, weights.gather(1, columns.clamp(max=weights.shape[1] - 1)), 0.0)
+    else:
+        part = weights.gather(1, columns)
+    cumulative = part.double().mul_(_SCALE).cumsum(1)
     # The block's own sum was rounded to fp32; the place inside is scaled to the exact one.
     exact = cumulative[:, -1:]
     place = ((target.unsqueeze(1) - begin) * (exact / (end - begin).clamp(min=1))).floor()
