@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import ROOT, Ranks, Report, alternate, compare, finish, parser, serve
+from mrlhf.parallel.allocator import keep_freed_memory
 
 SIZES: dict[str, dict[str, int]] = {
     "one process": {},
@@ -35,6 +36,7 @@ def trained(layout: str, rows: int, length: int) -> Callable[[], dict[str, float
     import torch.distributed as dist
 
     warnings.filterwarnings("ignore")
+    keep_freed_memory()  # as in any run of ours on CPU
     dist.init_process_group("gloo")
 
     from benchmarks.models import build_trained, make_rows

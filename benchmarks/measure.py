@@ -24,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REPEATS = 7
+LEAST_REPEATS, BUDGET_SECONDS = 3, 420.0
+"""A comparison that has taken so long ends after fewer rounds: one whose peer needs minutes for each."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,11 @@ class Report:
 
 
 def alternate(
-    variants: Mapping[str, Callable[[], float | None]], *, repeats: int = REPEATS, warmup: int = 1
+    variants: Mapping[str, Callable[[], float | None]],
+    *,
+    repeats: int = REPEATS,
+    warmup: int = 1,
+    budget: float = BUDGET_SECONDS,
 ) -> dict[str, list[float]]:
     """Run the variants by turns, in an order that changes from round to round.
 
@@ -89,13 +95,17 @@ def alternate(
             it is None, the wall time.
         repeats: rounds that count.
         warmup: rounds before them that do not.
+        budget: seconds after which `LEAST_REPEATS` rounds are enough.
 
     Returns:
         Name -> one figure for each round.
     """
     figures: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
+    start = time.perf_counter()
     for turn in range(warmup + repeats):
+        if turn >= warmup + LEAST_REPEATS and time.perf_counter() - start > budget:
+            break
         for name in names if turn % 2 == 0 else reversed(names):
             begin = time.perf_counter()
             figure = variants[name]()
@@ -283,7 +293,8 @@ def markdown(reports: Sequence[Report]) -> str:
 def _cells(row: Comparison) -> str:
     unit = _memory if row.figure == "memory" else _time
     target = "" if row.target is None else f"{row.target:g} {'met' if row.met else 'missed'}"
-    ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
+    ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})" if row.rounds > 1 else f"{row.ratio:.2f}"
+    ratio += f", {row.rounds} rounds" if 1 < row.rounds < REPEATS else ""
     case = f"{row.case}{', ' + row.figure if row.figure != 'time' else ''}{' (' + row.note + ')' if row.note else ''}"
     return " | ".join([case, *(f"{name} {unit(value)}" for name, value in (row.ours, row.peer)), ratio, target])
 

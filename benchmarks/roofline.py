@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import Report, alternate, compare, finish, parser
+from mrlhf.parallel.allocator import keep_freed_memory
 
 BANDWIDTH_BYTES = 1 << 29
 
@@ -67,6 +68,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=4, help="rows of a training step")
     options.add_argument("--length", type=int, default=128, help="tokens of a row")
     arguments = options.parse_args()
+    keep_freed_memory()  # as in any run of ours on CPU
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     from benchmarks.models import build_trained, make_rows
