@@ -29,16 +29,7 @@ from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes, size_problems, vocabulary_problems
 
-__all__ = [
-    "Option",
-    "PPOConfig",
-    "check_files",
-    "check_run",
-    "load_config",
-    "option_table",
-    "to_yaml",
-]
-
+__all__ = ["Option", "PPOConfig", "check_files", "check_run", "load_config", "option_table", "to_yaml"]
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -97,13 +88,16 @@ def check_files(config: RunConfig, sections: Sequence[str] = ()) -> None:
         raise ConfigError(join_problems("the configuration names files that cannot be used:", problems))
 
 
-def check_run(config: PPOConfig, world_size: int, models: Mapping[str, ModelConfig]) -> None:
+def check_run(
+    config: PPOConfig, world_size: int, models: Mapping[str, ModelConfig], *, cache_element_bytes: int | None = None
+) -> None:
     """Raise one `ConfigError` with everything about layout, batches, lengths and models that does not fit together.
 
     ``models`` maps roles (``actor``, ``critic``, ``reference``, ``reward``, ...) to architectures. Needs no process
-    group, so that each launch is refused before any exists.
+    group, so that each launch is refused before any exists; ``cache_element_bytes`` as in `layout_problems`.
     """
-    problems = layout_problems(config, world_size, models, max_response_length=config.longest_response)
+    longest, each = config.longest_response, cache_element_bytes
+    problems = layout_problems(config, world_size, models, max_response_length=longest, cache_element_bytes=each)
     if not config.ranks_of("actor", world_size):
         raise ConfigError(join_problems("these sizes cannot work together:", problems))
     if config.actor.moe_aux_loss_coef and "actor" in models and models["actor"].num_experts is None:
@@ -138,6 +132,7 @@ def layout_problems(
     *,
     max_response_length: int,
     training: bool = True,
+    cache_element_bytes: int | None = None,
 ) -> list[str]:
     """`size_problems` of every layout of the run with the models that have it.
 
@@ -147,6 +142,7 @@ def layout_problems(
         models: architectures by role.
         max_response_length: of the longest response.
         training: False leaves the sizes of batches out.
+        cache_element_bytes: of a key or value in generation; None for those of the run's dtype.
     """
     places: dict[tuple[range, ParallelSizes], list[str]] = {}
     problems = vocabulary_problems(models) + packing_problems(config, models, training=training)
@@ -184,7 +180,8 @@ def layout_problems(
             whose = f"{', '.join(members)} ({place}; world sizes are of these ranks): "
         problems += [f"{whose}{problem}" for problem in found if problem not in problems]
     if not problems:
-        problems = cache_problems(config, world_size, models, max_response_length)
+        each = cache_element_bytes or (4 if config.precision.dtype == "fp32" else 2)
+        problems = cache_problems(config, world_size, models, max_response_length, element_bytes=each)
     return problems
 
 

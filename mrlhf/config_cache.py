@@ -24,7 +24,12 @@ def bytes_per_row(model: ModelConfig, sizes: ParallelSizes, *, tokens: int, elem
 
 
 def cache_problems(
-    config: PPOConfig, world_size: int, models: Mapping[str, ModelConfig], max_response_length: int
+    config: PPOConfig,
+    world_size: int,
+    models: Mapping[str, ModelConfig],
+    max_response_length: int,
+    *,
+    element_bytes: int,
 ) -> list[str]:
     """What is wrong with ``rollout.kv_cache_memory``: a row of each pipeline stage and one more must fit.
 
@@ -33,12 +38,13 @@ def cache_problems(
         world_size: number of ranks.
         models: architectures by role.
         max_response_length: of the longest response.
+        element_bytes: of a key or value; those of the run's dtype, or 4 where generation computes in fp32.
     """
     limit, model, sizes = config.rollout.kv_cache_memory, models.get("actor"), config.sizes_of("actor", world_size)
     if limit is None or model is None:
         return []
     tokens = (config.data.max_prompt_length or 1) + max_response_length
-    each = bytes_per_row(model, sizes, tokens=tokens, element_bytes=4 if config.precision.dtype == "fp32" else 2)
+    each = bytes_per_row(model, sizes, tokens=tokens, element_bytes=element_bytes)
     rows = sizes.pipeline_model_parallel_size + 1
     if each * rows <= limit * 2**30:
         return []
@@ -51,10 +57,13 @@ def cache_problems(
     ]
 
 
-def rows_at_once(config: PPOConfig, model: ModelConfig, sizes: ParallelSizes, tokens: int) -> int:
-    """``rollout.batch_size``, or fewer where ``rollout.kv_cache_memory`` does not hold as many rows of ``tokens``."""
+def rows_at_once(config: PPOConfig, model: ModelConfig, sizes: ParallelSizes, tokens: int, element_bytes: int) -> int:
+    """``rollout.batch_size``, or fewer where ``rollout.kv_cache_memory`` does not hold as many rows of ``tokens``.
+
+    ``element_bytes`` are those of a key or value.
+    """
     rollout = config.rollout
     if rollout.kv_cache_bytes is None:
         return rollout.batch_size
-    each = bytes_per_row(model, sizes, tokens=tokens, element_bytes=4 if config.precision.dtype == "fp32" else 2)
+    each = bytes_per_row(model, sizes, tokens=tokens, element_bytes=element_bytes)
     return max(min(rollout.batch_size, rollout.kv_cache_bytes // each - 1), 1)

@@ -51,11 +51,9 @@ class ParallelConfig(Section):
         description="selective: core_attn: attention without its matrices; layernorm: norms; mlp, moe: feed-forward "
         "parts of dense layers, of mixtures of experts",
     )
-
-    overlap_grad_reduce: bool | None = Field(
-        None,
-        description="sum gradients over replicas beside the backward pass that computes the others; null: for dense "
-        "models on CUDA",
+    overlap_grad_reduce: bool = Field(
+        False,
+        description="sum gradients over replicas beside the backward pass that computes the others",
     )
 
     @field_validator("recompute", mode="before")
@@ -74,6 +72,12 @@ class ParallelConfig(Section):
     def recomputed_modules(self) -> tuple[RecomputeModule, ...]:
         """Parts of layers that are computed again; none where whole layers are."""
         return self.recompute_modules if self.recompute == "selective" else ()
+
+    @property
+    def without_norms(self) -> str:
+        """What to set here so that norms are not computed again, as on the command line."""
+        others = [module for module in self.recompute_modules if module != "layernorm"]
+        return f"recompute_modules=[{','.join(others)}]" if others else "recompute=none"
 
     def sizes(self, world_size: int) -> ParallelSizes:
         """The layout in a world of ``world_size`` ranks; nothing is checked here, see `mrlhf.planner.check_sizes`."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mrlhf.config_schema import ReferenceConfig
-from mrlhf.config_sections import NaturalInt, NonNegativeFloat, PositiveFloat, Section
+from mrlhf.config_sections import Fp8Role, NaturalInt, NonNegativeFloat, PositiveFloat, Section
 from mrlhf.config_supervised import (
     ExampleDataConfig,
     StartModelConfig,
@@ -90,6 +90,11 @@ class RewardTrainingConfig(PreferenceConfig):
     model: RewardStartModelConfig = Field(description="the trained model")
     reward: RewardLossConfig = Field(default_factory=RewardLossConfig, description="the loss")
     trainer: RewardTrainerConfig = Field(default_factory=RewardTrainerConfig, description="length and output")
+
+    @property
+    def trained_roles(self) -> tuple[Fp8Role, ...]:
+        """See `RunConfig`."""
+        return ("reward",)
 
     @model_validator(mode="after")
     def _reward_fits_together(self) -> Self:

@@ -16,6 +16,7 @@ from mrlhf.config_rewards import RewardConfig, RewardModelSource
 from mrlhf.config_sections import (
     AdamConfig,
     Dropout,
+    Fp8Role,
     InferenceConfig,
     NaturalInt,
     NonNegativeFloat,
@@ -226,6 +227,11 @@ class PPOConfig(RunConfig):
             return ()
         rewards = tuple(f"reward{index}" for index in range(len(self.reward_model_paths)))
         return ("critic", *rewards) if self.ppo.needs_critic else rewards
+
+    @property
+    def trained_roles(self) -> tuple[Fp8Role, ...]:
+        """See `RunConfig`."""
+        return ("actor", "critic") if self.ppo.needs_critic else ("actor",)
 
     def critic_ranks_of(self, world_size: int) -> range:
         """The ranks of those models: the last ones of the world; none where all are ``colocated``."""

@@ -37,8 +37,8 @@ class PrecisionConfig(Section):
     )
     compile: bool = Field(
         False,
-        description="torch.compile of dense layers in training passes; needs a C++ compiler on CPUs, and no collectives "
-        "in layers",
+        description="torch.compile of dense layers in training passes; needs a C++ compiler on CPUs, and no "
+        "collectives in layers",
     )
     fp8: Literal["hybrid", "e4m3"] | None = Field(
         None, description="linear layers in FP8; hybrid: e4m3, gradients e5m2; e4m3: all e4m3; null: no FP8"
@@ -278,14 +278,35 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _passes_that_can_be(self) -> Self:
-        """Delayed scales are told at the end of a pass, and Megatron-Core refuses norms that run twice before it."""
-        delayed = self.precision.fp8 and not self.precision.fp8_emulation and self.precision.fp8_recipe == "delayed"
-        if delayed and any("layernorm" in self.parallel_of(role).recomputed_modules for role in ("actor", "critic")):
-            raise ValueError(
-                "parallel.recompute_modules: layernorm cannot be computed again with precision.fp8_recipe delayed; "
-                "leave it out, or choose another recipe"
-            )
+        problems = self.recompute_problems()
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def trained_roles(self) -> tuple[Fp8Role, ...]:
+        """The models with an optimizer, as ``precision.fp8_roles`` names them."""
+        return ("actor",)
+
+    def norms_again_in_fp8(self) -> dict[str, list[Fp8Role]]:
+        """Trained models of which Transformer Engine's FP8 layers compute norms again, by what to set to keep them."""
+        found: dict[str, list[Fp8Role]] = {}
+        for role in self.trained_roles if not self.precision.fp8_emulation else ():
+            layout = self.parallel_of(role)
+            if self.precision.fp8_in(role, trained=True) and "layernorm" in layout.recomputed_modules:
+                section = "parallel" if layout is self.parallel else f"{role}.parallel"
+                found.setdefault(f"{section}.{layout.without_norms}", []).append(role)
+        return found
+
+    def recompute_problems(self) -> list[str]:
+        """Delayed scales are told at the end of a pass, and Megatron-Core refuses norms that run twice before it."""
+        if self.precision.fp8_recipe != "delayed":
+            return []
+        return [
+            f"layernorm of {', '.join(roles)} cannot be computed again with precision.fp8_recipe delayed; set {keys}, "
+            "or choose another recipe"
+            for keys, roles in self.norms_again_in_fp8().items()
+        ]
 
     @property
     def tokenizer_path(self) -> str:

@@ -32,6 +32,9 @@ _OLDEST: dict[Fp8Recipe, tuple[int, int]] = {
 }
 """First Transformer Engine version with each recipe, as Megatron-Core's ``get_fp8_recipe`` has it."""
 
+NORMS_AGAIN = (2, 6)
+"""First one with which Megatron-Core (``TransformerConfig``) computes norms before FP8 products again."""
+
 _CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {
     "delayed": (8, 9),
     "tensorwise": (8, 9),

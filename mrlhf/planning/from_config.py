@@ -16,7 +16,7 @@ from mrlhf.errors import ConfigError, join_problems
 from mrlhf.model_config import ModelConfig
 from mrlhf.planner import ParallelSizes, size_problems, token_multiple
 from mrlhf.planning.fp8 import layer_problems
-from mrlhf.planning.job import Job, Role, Rollout, Rows
+from mrlhf.planning.job import ELEMENT_BYTES, Job, Role, Rollout, Rows
 from mrlhf.planning.parameters import Head
 
 TRAINED = ("actor", "critic", "model")
@@ -165,7 +165,11 @@ def _ppo_job(config: PPOConfig, models: Mapping[str, ModelConfig], world_size: i
         return Rows(count if budget is None else max(budget // width, 1), width, wanted)
 
     slots = rows_at_once(
-        config, models["actor"], config.sizes_of("actor", world_size), prompt + config.longest_response
+        config,
+        models["actor"],
+        config.sizes_of("actor", world_size),
+        prompt + config.longest_response,
+        ELEMENT_BYTES[config.precision.dtype],
     )
     text_length = min(config.ptx.max_length or models["actor"].max_position_embeddings, 10**9)
     text = config.ptx.path is not None

@@ -25,7 +25,7 @@ from mrlhf.roles.policy import PolicyModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
 from mrlhf.trainer.job import Job, join, load_model, make_trainable, read_architectures
-from mrlhf.trainer.precision import precision_problems
+from mrlhf.trainer.precision import cache_element_bytes, precision_problems
 
 PPOJob: TypeAlias = Job[PPOConfig]
 R = TypeVar("R", bound=RoleModel)
@@ -76,8 +76,9 @@ def check_job(config: PPOConfig, models: dict[str, ModelConfig]) -> LaunchEnv:
             together.
     """
     env = detect_launch(os.environ)
+    each = cache_element_bytes(config, models, trained=TRAINED)
     with explained(env, config.smallest_world):
-        check_run(config, env.world_size, models)
+        check_run(config, env.world_size, models, cache_element_bytes=each)
     _check_precision(config, models, env, trained=TRAINED)
     return env
 
@@ -98,9 +99,15 @@ def start_job(config: PPOConfig, models: dict[str, ModelConfig]) -> PPOJob:
 def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_response_length: int) -> LaunchEnv:
     """`check_job` for a run without training, whose batch sizes are not looked at."""
     env = detect_launch(os.environ)
+    each = cache_element_bytes(config, models, trained=())
     with explained(env, config.smallest_world):
         problems = layout_problems(
-            config, env.world_size, models, max_response_length=max_response_length, training=False
+            config,
+            env.world_size,
+            models,
+            max_response_length=max_response_length,
+            training=False,
+            cache_element_bytes=each,
         )
         if problems:
             raise ConfigError(join_problems("these sizes cannot work together:", problems))

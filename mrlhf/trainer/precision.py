@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from mrlhf.checkpoint.convert import DTYPES
+from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import PrecisionConfig, RunConfig
 from mrlhf.errors import ConfigError
 from mrlhf.megatron import device
 from mrlhf.megatron.cpu_products import widens
-from mrlhf.megatron.fp8 import Fp8, environment_problems, model_problems
+from mrlhf.megatron.fp8 import NORMS_AGAIN, Fp8, environment_problems, model_problems
 from mrlhf.megatron.spec import available_parts, transformer_engine_version, wrong_apex
 from mrlhf.model_config import ModelConfig
 from mrlhf.parallel import products
@@ -40,6 +41,35 @@ def fp8_for(config: RunConfig, role: str, *, trained: bool) -> Fp8 | None:
     """The FP8 of a model's linear layers, None where it has none."""
     precision: PrecisionConfig = config.precision
     return fp8_of(precision) if precision.fp8_in(fp8_role(config, role), trained=trained) else None
+
+
+def cache_element_bytes(config: PPOConfig, models: Mapping[str, ModelConfig], *, trained: Collection[str]) -> int:
+    """Bytes of a key or a value in generation on this machine, of the widest model that generates.
+
+    Where products of 16 bits are taken in fp32, stages keep them in fp32, unless they run through Megatron's own
+    modules (see `mrlhf.megatron.lean`): under sequence parallelism, with FP8, with fewer key-value heads than TP.
+
+    Args:
+        config: of the run.
+        models: architectures by role.
+        trained: roles whose weights are updated; none in runs without training.
+
+    Raises:
+        ConfigError: ``MRLHF_CPU_PRODUCTS`` is set to something else.
+    """
+    dtype = DTYPES[config.precision.dtype]
+    # Training generates with the reference in its evaluations alone.
+    names = ("actor", "reference") if config.trainer.eval_interval or not trained else ("actor",)
+    there = [role for role in names if role in models]
+    wide = widens(dtype) and any(_is_lean(config, role, models[role], trained=role in trained) for role in there)
+    return 4 if wide else dtype.itemsize
+
+
+def _is_lean(config: PPOConfig, role: str, model: ModelConfig, *, trained: bool) -> bool:
+    layout = config.parallel_of(role)
+    tensor = layout.tensor_model_parallel_size
+    plain = model.num_query_groups >= tensor and not (layout.sequence_parallel and tensor > 1)
+    return plain and fp8_for(config, role, trained=trained) is None
 
 
 def precision_problems(
@@ -71,9 +101,12 @@ def precision_problems(
         return problems
     if precision.fp8_roles is not None:
         problems += _role_problems(config, models, precision.fp8_roles, trained)
+    engine = transformer_engine_version()
     problems += environment_problems(
-        fp8, cuda=device.has_cuda(), transformer_engine=transformer_engine_version(), capability=_capability(env)
+        fp8, cuda=device.has_cuda(), transformer_engine=engine, capability=_capability(env)
     )
+    if trained and engine is not None and engine < NORMS_AGAIN:
+        problems += _norm_problems(config, engine)
     if masked and not fp8.emulated:
         problems.append(
             "precision.fp8: a reward model trained with reward.loss=deepspeed_chat gets attention masks and has no "
@@ -83,6 +116,15 @@ def precision_problems(
         if fp8_for(config, role, trained=role in trained):
             problems += model_problems(fp8, role, model, config.sizes_of(role, env.world_size))
     return problems
+
+
+def _norm_problems(config: RunConfig, engine: tuple[int, int]) -> list[str]:
+    needed, installed = (".".join(map(str, version)) for version in (NORMS_AGAIN, engine))
+    return [
+        f"layernorm of {', '.join(roles)} is computed again in FP8 with Transformer Engine {needed} or newer only, and "
+        f"{installed} is installed; set {keys}, or update it"
+        for keys, roles in config.norms_again_in_fp8().items()
+    ]
 
 
 def _role_problems(

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mrlhf.errors import ConfigError
 from mrlhf.parallel.products import Products, chosen
+from mrlhf.trainer import ppo_job
 from tests.distributed.megatron_tools import (
     PP2,
     SP,
@@ -26,11 +28,14 @@ from tests.distributed.megatron_tools import (
 )
 from tests.distributed.moe_tools import write_moe
 from tests.distributed.test_vocab import CountCollectives
+from tests.tiny_run import make_config, make_inputs
 from tools.make_tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="products on a CPU")
 
 LAYOUTS = {"tp2sp": TP2 | SP, "tp2": TP2, "pp2": PP2, "dp2": {}}
+FP8 = ("precision.fp8=hybrid", "precision.fp8_emulation=true")
+TENSOR = "parallel.tensor_model_parallel_size=2"
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,61 @@ def test_loss_and_gradient_are_those_of_fp32_within_the_accuracy_of_bf16(
         # What rounding does is the same in kind: no further from fp32 than with torch's own products.
         error = {kind: distance(ranks[0][kind]["gradient"], gradient) for kind in (name, f"{name} native")}
         assert error[name] < 1.2 * error[f"{name} native"]
+
+
+CACHES: dict[str, tuple[Products, tuple[str, ...], int]] = {
+    "tp2": ("fp32", (TENSOR,), 4),
+    "tp2sp": ("fp32", (TENSOR, "parallel.sequence_parallel=true"), 2),
+    "pp2": ("fp32", ("parallel.pipeline_model_parallel_size=2",), 4),
+    "fp8": ("fp32", (*FP8, "precision.fp8_roles=[actor]"), 2),
+    "native": ("native", (), 2),
+}
+"""Products, layout and what the actor then has for a key or a value."""
+
+
+def caches(configs: dict[str, tuple[Products, Any]]) -> dict[str, tuple[int, int]]:
+    """Bytes of a key or value in the cache of the actor's stages, and those that a run is checked with."""
+    from mrlhf.megatron.decode import Pipeline
+    from mrlhf.trainer.precision import cache_element_bytes
+
+    found = {}
+    for name, (products, config) in configs.items():
+        with chosen(products):
+            models = ppo_job.read_models(config)
+            policy = ppo_job.build_policy(ppo_job.start_job(config, models))
+            counted = cache_element_bytes(config, models, trained=ppo_job.TRAINED)
+            found[name] = (Pipeline(policy.chunks, policy.groups).cache_dtype.itemsize, counted)
+    return found
+
+
+def test_the_cache_is_checked_with_what_generation_keeps(run_ranks: Any, tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path / "inputs")
+
+    def config(*overrides: str) -> Any:
+        return make_config(inputs, tmp_path / "out", "precision.dtype=bf16", *overrides)
+
+    configs = {name: (products, config(*overrides)) for name, (products, overrides, _) in CACHES.items()}
+    for found in run_ranks(caches, 2, configs):
+        assert found == {name: (size, size) for name, (_, _, size) in CACHES.items()}
+
+    # Two rows of 32 + 6 tokens in bf16: keys and values of 2 heads of 8 in 2 layers.
+    limit = 2 * (32 + 6) * 2 * 2 * 2 * 8 * 2 / 2**30
+    narrow, wide = (config(f"rollout.kv_cache_memory={each}") for each in (limit, 2 * limit))
+    models = ppo_job.read_models(narrow)
+    with chosen("native"):
+        ppo_job.check_job(narrow, models)
+    with chosen("fp32"):
+        with pytest.raises(ConfigError, match="rollout.kv_cache_memory .* does not hold 2 rows"):
+            ppo_job.check_job(narrow, models)
+        ppo_job.check_job(wide, models)
+        with pytest.raises(ConfigError, match="rollout.kv_cache_memory"):
+            ppo_job.check_inference(narrow, models, max_response_length=6)
+        # The reference alone is not in FP8, and generates in evaluations.
+        fp8 = (*FP8, "precision.fp8_roles=[actor]", f"rollout.kv_cache_memory={limit}")
+        ppo_job.check_job(config(*fp8), models)
+        evaluated = config(*fp8, "trainer.eval_interval=1", f"evaluation.prompts={inputs / 'prompts.jsonl'}")
+        with pytest.raises(ConfigError, match="rollout.kv_cache_memory"):
+            ppo_job.check_job(evaluated, models)
 
 
 def experts(path: Path, out: Path) -> dict[str, Any]:

@@ -303,6 +303,19 @@ def test_what_is_computed_again(file: Path) -> None:
     with pytest.raises(ConfigError, match="recompute_modules is empty; name some"):
         parallel("parallel.recompute=selective", "parallel.recompute_modules=[]")
     fp8 = ["precision.dtype=bf16", "precision.fp8=hybrid", "precision.fp8_recipe=delayed"]
-    with pytest.raises(ConfigError, match=r"layernorm.*fp8_recipe delayed.*leave it out"):
-        parallel("parallel.recompute=selective", *fp8)
-    assert parallel("parallel.recompute=selective", "parallel.recompute_modules=[mlp]", *fp8)
+    shared, own = "parallel.recompute=selective", "critic.parallel.recompute=selective"
+    assert refusal(file, shared, *fp8).endswith(
+        "layernorm of actor, critic cannot be computed again with precision.fp8_recipe delayed; "
+        "set parallel.recompute_modules=[mlp,moe], or choose another recipe"
+    )
+    assert "layernorm of critic cannot" in refusal(file, own, *fp8)
+    alone = refusal(file, own, "critic.parallel.recompute_modules=[layernorm]", *fp8)
+    assert "set critic.parallel.recompute=none" in alone
+    for others in (
+        (shared, "parallel.recompute_modules=[mlp]"),
+        (shared, "precision.fp8_emulation=true"),
+        (shared, "critic.parallel.recompute=none", "precision.fp8_roles=[critic]"),
+        (own, "precision.fp8_roles=[actor]"),
+        (own, "ppo.advantage=rloo"),
+    ):
+        assert load_config(file, [*fp8, *others]).recompute_problems() == [], others

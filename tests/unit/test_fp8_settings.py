@@ -224,3 +224,28 @@ def test_real_fp8_on_a_machine_that_has_it(ppo: Any, monkeypatch: pytest.MonkeyP
         {"actor": MODEL}, LaunchEnv(), trained=("actor",),
     )  # fmt: skip
     assert "names none of this run's models (actor)" in nobody
+
+
+def test_norms_are_computed_again_in_fp8_with_a_recent_engine_only(ppo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(spec, "has_transformer_engine", lambda: True)
+
+    models = dict.fromkeys(("actor", "critic"), MODEL)
+
+    def problems(version: tuple[int, int], *overrides: str, trained: tuple[str, ...] = tuple(models)) -> list[str]:
+        monkeypatch.setattr(precision, "transformer_engine_version", lambda: version)
+        config = ppo("precision.fp8=hybrid", "precision.dtype=bf16", *overrides)
+        return precision.precision_problems(config, models, LaunchEnv(), trained=trained)
+
+    again = "parallel.recompute=selective"
+    assert problems((2, 5), again) == [
+        "layernorm of actor, critic is computed again in FP8 with Transformer Engine 2.6 or newer only, and 2.5 is "
+        "installed; set parallel.recompute_modules=[mlp,moe], or update it"
+    ]
+    (own,) = problems((2, 5), f"critic.{again}", "critic.parallel.recompute_modules=[core_attn,layernorm]")
+    assert "set critic.parallel.recompute_modules=[core_attn]" in own
+    assert problems((2, 6), again) == problems((3, 0), again) == []
+    assert problems((2, 5), again, "parallel.recompute_modules=[mlp,moe]") == []
+    assert problems((2, 5), f"critic.{again}", "precision.fp8_roles=[actor]") == []
+    assert problems((2, 5), again, "precision.fp8_emulation=true") == []
+    assert problems((2, 5), again, trained=()) == [], "a model that is not trained computes nothing again"
