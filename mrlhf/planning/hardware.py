@@ -24,7 +24,7 @@ class Hardware:
         bandwidth: bytes per second of its memory.
         link: bytes per second to the GPUs of the same machine.
         network: bytes per second to other machines.
-        pcie: bytes per second to the memory of the host.
+        pcie: bytes per second to the memory of the host; 0 where nothing is offloaded.
         gpus_per_node: GPUs of one machine.
         mxfp8: whether it multiplies FP8 blocks with scales of their own (Blackwell).
         source: where the numbers are from.

@@ -216,13 +216,16 @@ class Job:
     def away(self, role: Role, phase: str) -> bool:
         """Whether in a phase the host has what `Role.offloaded` is about; gradients are freed then as well.
 
-        Frozen models stay after an evaluation, until the next rollout.
+        Frozen models that make no passes in inference stay away then; after an evaluation all of them stay until the
+        next rollout.
         """
         if not role.offloaded:
             return False
         if role.trained:
             return phase in ("rollout", "inference", "evaluation")
-        return phase not in ("inference", "evaluation") and not (phase == "save" and self.evaluates)
+        if phase == "inference":
+            return role.name in self.idle_in_inference
+        return phase != "evaluation" and not (phase == "save" and self.evaluates)
 
     def trained(self) -> Iterator[Role]:
         """The roles with an optimizer."""

@@ -126,9 +126,11 @@ def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
         work, head = _generation(job, actor, job.rollout, actor.stages[stages[actor.name]])
         cache = kv_cache_bytes(job, actor, job.rollout, actor.stages[stages[actor.name]].layers)
         found["rollout"] = PhaseBytes(**base("rollout"), activations=work, head=head, kv_cache=cache)
-        if job.evaluates and any(role.offloaded and not role.trained for role in held):
-            # They answer and score, and so are there.
-            found["evaluation"] = PhaseBytes(**base("evaluation"), activations=work, head=head, kv_cache=cache)
+        if job.evaluates and any((r.offloaded and not r.trained) or r.name in job.idle_in_inference for r in held):
+            # Frozen models answer and score, and so are there; actor and reference give log-probs in any case.
+            parts = max([(work, head, cache), *_log_probs(job, held, stages)], key=sum)
+            names = dict(zip(("activations", "head", "kv_cache"), parts, strict=True))
+            found["evaluation"] = PhaseBytes(**base("evaluation"), **names)
     if job.inference is not None:
         passing = [role for role in job.inferred() if role in held]
         pairs = [activations.inference(job, role, stages[role.name], job.inference) for role in passing]
@@ -149,6 +151,14 @@ def phases(job: Job, stages: dict[str, int]) -> dict[str, PhaseBytes]:
         found["optimizer"] = PhaseBytes(**base("optimizer"), rows=rows)
         found["save"] = PhaseBytes(**base("save"), buffers=_gather_buffers(job, stages))
     return found
+
+
+def _log_probs(job: Job, held: Sequence[Role], stages: dict[str, int]) -> list[tuple[int, int, int]]:
+    """Bytes of the passes of an evaluation after its generation, whose cache is freed: layers, head, no cache."""
+    if job.inference is None:
+        return []
+    models = [role for role in held if role.name in ("actor", "reference")]
+    return [(*activations.inference(job, role, stages[role.name], job.inference), 0) for role in models]
 
 
 def _on_device(job: Job, held: Sequence[Role], stages: dict[str, int], phase: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mrlhf.config_sections import RunConfig
 from mrlhf.planning.question import Question
 
 
@@ -53,7 +54,7 @@ def mends(question: Question) -> list[Mend]:
     now = question.peak_bytes()
     if now is None or now <= question.limit:
         return []
-    chains = list(_chains(question))
+    chains = [[_that_compiles(question, change) for change in chain] for chain in _chains(question)]
     single = [mend for chain in chains if (mend := _first_that_fits(question, chain))]
     if all(mend.change.world_size for mend in single):
         same = [chain for chain in chains if not any(change.world_size for change in chain)]
@@ -99,7 +100,7 @@ def _without_idle(question: Question, mend: Mend) -> Mend:
 
 def _tried(question: Question, change: Change) -> Mend | None:
     changed = question.changed(change.values, change.world_size)
-    job = changed.valid_job()
+    job = changed.valid_job() if _may_compile(changed.config) else None
     peak = changed.peak_bytes()
     return None if job is None or peak is None else Mend(change, peak, changed.seconds(job))
 
@@ -128,10 +129,8 @@ def _chains(question: Question) -> Iterator[list[Change]]:
     ):
         yield [Change({key: value}) for value in _halves(question.get(key))]
     kinds: dict[str, tuple[str, ...]] = {"none": ("selective", "full"), "selective": ("full",)}
-    if question.config.precision.fp8 is not None and question.config.precision.fp8_recipe == "delayed":
-        # Its scales allow no norms that are computed again.
-        kinds = {"none": ("full",), "selective": ("full",)}
-    yield [Change({RECOMPUTE: kind}) for kind in kinds.get(question.get(RECOMPUTE), ())]
+    again = [Change({RECOMPUTE: kind}) for kind in kinds.get(question.get(RECOMPUTE), ())]
+    yield [change for change in again if not question.changed(change.values).config.recompute_problems()]
     for key in ("offload.reference", "offload.reward", "offload.optimizer"):
         if question.get(key) is False:
             yield [Change({key: True})]
@@ -166,6 +165,28 @@ EXPERTS = "parallel.expert_model_parallel_size"
 """Key of the ranks that share the experts."""
 RECOMPUTE = "parallel.recompute"
 """Key of what is computed again in backward passes."""
+COMPILE = "precision.compile"
+"""Key of compiled layers."""
+
+
+def _that_compiles(question: Question, change: Change) -> Change:
+    """``precision.compile`` goes off together with a change that it cannot be beside."""
+    fine = _may_compile(question.changed(change.values).config)
+    return change if fine else change | Change({COMPILE: False})
+
+
+def _may_compile(config: RunConfig) -> bool:
+    """Whether all layers that are trained can be compiled: whole, once in a pass, without collectives and FP8.
+
+    The run looks at data, models and machine as well (`mrlhf.trainer.compiling`).
+    """
+    if not config.precision.compile:
+        return True
+    layouts = [config.parallel_of(role) for role in config.trained_roles]
+    return all(
+        layout.recompute == "none" and layout.tensor_model_parallel_size == layout.context_parallel_size == 1
+        for layout in layouts
+    ) and not any(config.precision.fp8_in(role, trained=True) for role in config.trained_roles)
 
 
 def _layout(t: int, p: int, question: Question) -> dict[str, Any]:

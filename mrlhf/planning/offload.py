@@ -2,14 +2,15 @@
 
 In every iteration the optimizers' states go out before the rollout, in the order of the work, which waits for them; and
 come back from the beginning of the updates on, beside the gradients of the first minibatch. Frozen weights go out once
-in a run, after that they are only dropped; they come back one after the other from the beginning of inference on,
-beside the passes of the models before them.
+in a run, after that they are only dropped; those that inference needs come back one after the other from its beginning
+on, beside the passes of the models before them. What an evaluation moves on top is not in the times.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrlhf.errors import ConfigError
 from mrlhf.planning.job import Job, Role
 from mrlhf.planning.memory import persistent
 
@@ -67,7 +68,12 @@ def transfers(job: Job, rate: float, passes: dict[str, float], gradients: dict[s
         rate: bytes per second between a GPU and its host, in one direction.
         passes: seconds of each role's passes in inference; roles that make none are missing.
         gradients: seconds of each trained role's gradients of one minibatch.
+
+    Raises:
+        ConfigError: the rate is not above 0.
     """
+    if not rate > 0:
+        raise ConfigError(f"--pcie: {rate:g} bytes per second move nothing to the host and back; give its rate")
     found: dict[int, Transfers] = {}
     # In the order of the trainer: critic and reward models come after actor and reference.
     order = sorted(job.roles, key=lambda role: (role.name.startswith("reward"), role.name == "critic"))
@@ -78,10 +84,11 @@ def transfers(job: Job, rate: float, passes: dict[str, float], gradients: dict[s
         states = sum(sizes[role.name] for role in here if role.trained) / rate
         there = now = 0.0
         for role in here:
+            if role.name not in passes:
+                continue
             if not role.trained:
                 there += sizes[role.name] / rate
-            if role.name in passes:
-                now = (max(now, there) if sizes[role.name] and not role.trained else now) + passes[role.name]
+            now = (max(now, there) if sizes[role.name] and not role.trained else now) + passes[role.name]
         found[first] = Transfers(
             rollout=states,
             inference=now - sum(passes.get(role.name, 0.0) for role in here),

@@ -1,8 +1,9 @@
 """Seconds of each phase: a roofline over the layout, for comparing layouts rather than for promises.
 
-A phase takes its work at the assumed share of the peaks (`Efficiency`) plus all communication, since neither gradients
-nor sums over tensor ranks overlap with computation here. A pipeline of ``p`` stages takes ``(m + (p - 1) / v)`` times
-its slowest stage for ``m`` micro-batches (Narayanan et al. 2021, section 2.2).
+A phase takes its work at the assumed share of the peaks (`Efficiency`) plus all communication: sums over tensor ranks
+do not overlap with computation, and sums of gradients are counted in full, although ``parallel.overlap_grad_reduce:
+true`` hides part of them. A pipeline of ``p`` stages takes ``(m + (p - 1) / v)`` times its slowest stage for ``m``
+micro-batches (Narayanan et al. 2021, section 2.2).
 
 Generation passes groups of slots through the stages, as many at a time as there are stages: a token of all groups takes
 as long as the slowest stage needs for them, or one group needs for all stages; a step of decoding takes as long as

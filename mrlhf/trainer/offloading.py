@@ -18,6 +18,7 @@ class Offloading:
         reference: RoleModel | None = None,
         rewards: Sequence[RoleModel] = (),
         trained: Sequence[TrainedModel] = (),
+        idle_reference: bool = False,
     ) -> None:
         """Keep references.
 
@@ -26,9 +27,12 @@ class Offloading:
             reference: frozen.
             rewards: frozen.
             trained: models with optimizers.
+            idle_reference: whether the reference is there for evaluations alone.
         """
-        self.frozen = [reference] if reference is not None and settings.reference else []
-        self.frozen += rewards if settings.reward else []
+        references = [reference] if reference is not None and settings.reference else []
+        scoring = list(rewards) if settings.reward else []
+        self.frozen = [*references, *scoring]
+        self.inferring = scoring if idle_reference else self.frozen
         self.trained = list(trained) if settings.optimizer else []
 
     def before_rollout(self) -> None:
@@ -39,8 +43,8 @@ class Offloading:
             model.trainable.offload()
 
     def before_inference(self) -> None:
-        """Frozen models come back, while those that did not go away have their turn."""
-        for model in self.frozen:
+        """Frozen models that are asked then come back, while those that did not go away have their turn."""
+        for model in self.inferring:
             model.prefetch()
 
     def before_evaluation(self) -> None:

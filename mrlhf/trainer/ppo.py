@@ -156,7 +156,10 @@ class PPOTrainer:
         ptx = self._build_ptx(texts) if texts is not None else None
         trained = [model for model in (self.actor, self.critic) if model is not None]
         rewards = [model for model, _ in reward_models]
-        self.offloading = Offloading(config.offload, reference=self.reference, rewards=rewards, trained=trained)
+        idle = not config.ppo.uses_reference
+        self.offloading = Offloading(
+            config.offload, reference=self.reference, rewards=rewards, trained=trained, idle_reference=idle
+        )
         self.timer: PhaseTimer | None = None
         """Of the iteration at hand, or of the last one."""
         other = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from mrlhf.config_schema import PPOConfig
@@ -78,7 +79,14 @@ def _memory(config: PPOConfig) -> dict[str, Any]:
         zero_grad()
         coming.append(trainable._states._on_its_way)
 
-    trainer.sampler.sample, trainer.updater.run = sample, run
+    infer = trainer._infer
+
+    def inferred(*arguments: Any) -> Any:
+        result = infer(*arguments)
+        look("inference")
+        return result
+
+    trainer.sampler.sample, trainer.updater.run, trainer._infer = sample, run, inferred
     trainer.evaluator.run, trainable.zero_grad = measure, clear
     with open_display("off", 2, rank=1) as display:
         for iteration in range(2):
@@ -87,11 +95,18 @@ def _memory(config: PPOConfig) -> dict[str, Any]:
     return {**seen, "coming": coming}
 
 
-def test_what_is_away_in_which_phase(tmp_path: Path) -> None:
+IDLE = ("ppo.skip_old_logprobs=true", "ppo.kl_coef=0", "ppo.epochs=1", "ppo.minibatch_size=8")
+"""Inference does not ask the reference."""
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(IDLE, marks=pytest.mark.slow)])
+def test_what_is_away_in_which_phase(tmp_path: Path, options: tuple[str, ...]) -> None:
     inputs = Runs(tmp_path).inputs
     evaluated = ("trainer.eval_interval=1", f"evaluation.prompts={inputs / 'prompts.jsonl'}")
-    for seen in run_ranks(_memory, 2, make_config(inputs, tmp_path / "out", TP2, *OFFLOAD, *evaluated)):
+    for seen in run_ranks(_memory, 2, make_config(inputs, tmp_path / "out", TP2, *OFFLOAD, *evaluated, *options)):
         rollout, train = seen["rollout"], seen["train"]
+        there = [seen["inference"][name] > 0 for name in ("reference", "reward", "optimizer")]
+        assert there == [not options, True, False]
         assert [rollout[name] for name in ("reference", "reward", "optimizer", "gradients")] == [0, 0, 0, 0]
         assert [train[name] for name in ("reference", "reward")] == [0, 0]
         assert rollout["actor"] == train["actor"] > 0
@@ -101,5 +116,5 @@ def test_what_is_away_in_which_phase(tmp_path: Path) -> None:
         assert [seen["evaluation"][name] for name in ("optimizer", "gradients")] == [0, 0]
         # The first gradients of an iteration are computed while moments are on their way; a step waits for them.
         half = len(seen["coming"]) // 2
-        assert half > 1
+        assert half > (0 if options else 1)
         assert seen["coming"] == ([True] + [False] * (half - 1)) * 2

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from mrlhf.config_sections import OffloadConfig
 from mrlhf.megatron.offload import HostCopy
+from mrlhf.model_config import ModelConfig
+from mrlhf.roles.model import RoleModel
+from mrlhf.trainer.offloading import Offloading
+
+CONFIG = ModelConfig("llama", 64, 4, 4, 2, 16, 128, 97, 256)
 
 
 def test_memory_is_free_in_between_and_the_content_is_back() -> None:
@@ -61,6 +67,26 @@ def test_memory_that_numpy_looks_into_stays() -> None:
     tensor += 1
     copy.load()
     assert view.tolist() == tensor.tolist() == [2.0] * 3
+
+
+def test_a_reference_that_inference_does_not_ask_stays_away() -> None:
+    for idle in (False, True):
+        reference, reward = (RoleModel(name, CONFIG, [torch.nn.Linear(4, 3)], None) for name in ("reference", "reward"))
+        settings = OffloadConfig(reference=True, reward=True)
+        phases = Offloading(settings, reference=reference, rewards=[reward], idle_reference=idle)
+
+        def away(models: tuple[RoleModel, ...] = (reference, reward)) -> list[int]:
+            return [model._weights.bytes_away for model in models if model._weights is not None]
+
+        phases.before_rollout()
+        assert away() == [4 * 15, 4 * 15]
+        phases.before_inference()
+        assert away() == [4 * 15 if idle else 0, 0]
+        # An evaluation brings it, the next phase takes it away.
+        assert sum(p.untyped_storage().nbytes() for p in reference.chunks[0].parameters()) == 4 * 15
+        assert away() == [0, 0]
+        phases.before_train()
+        assert away() == [4 * 15, 4 * 15]
 
 
 def test_new_tensors_are_asked_for_at_every_turn() -> None:

@@ -19,11 +19,11 @@ from mrlhf.planning.hardware import (
     with_own_numbers,
 )
 from mrlhf.planning.memory import kv_cache_bytes, phases
-from mrlhf.planning.mend import mends
+from mrlhf.planning.mend import RECOMPUTE, _chains, mends
 from mrlhf.planning.plan import peak, plan
 from mrlhf.planning.question import Question
 from mrlhf.planning.search import search
-from tests.unit.test_planning import LLAMA_8B, LLAMA_70B
+from tests.unit.test_planning import LLAMA_8B, LLAMA_70B, llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,6 +133,38 @@ def test_several_changes_together_where_one_does_not_do() -> None:
     found = mends(asked)
     assert found
     assert all(mend.peak <= asked.limit for mend in found)
+
+
+def test_recomputation_is_tried_where_the_recipe_of_fp8_allows_it() -> None:
+    def tried(*overrides: str) -> list[str]:
+        changes = [change for chain in _chains(question(*overrides)) for change in chain]
+        return [change.values[RECOMPUTE] for change in changes if RECOMPUTE in change.values]
+
+    delayed = "precision.fp8_recipe=delayed"
+    assert tried() == tried(delayed, "precision.fp8_emulation=true") == ["selective", "full"]
+    assert tried(delayed) == ["full"]
+    assert tried(delayed, "parallel.recompute_modules=[mlp,moe]") == ["selective", "full"]
+    assert tried("parallel.recompute=selective") == ["full"]
+
+
+def test_layers_are_compiled_no_more_where_a_change_forbids_it() -> None:
+    from mrlhf.trainer.compiling import _model_reasons
+
+    small = ("precision.compile=true", "precision.fp8=null", "parallel.tensor_model_parallel_size=1")
+    small += ("parallel.pipeline_model_parallel_size=1", "parallel.sequence_parallel=false", "ppo.micro_batch_size=4")
+    asked = replace(question(*small), models=dict.fromkeys(question().models, llama(1024, 8, 8, 4096)))
+    peak_bytes = asked.peak_bytes()
+    assert peak_bytes is not None
+    asked = replace(asked, hardware=replace(asked.hardware, memory=peak_bytes + asked.reserve - 2**20))
+    found = mends(asked)
+    words = [mend.change.words() for mend in found]
+    assert ["parallel.recompute=selective", "precision.compile=false"] in words
+    assert ["ppo.micro_batch_size=2"] in words
+    assert any("parallel.tensor_model_parallel_size=2" in each for each in words)
+    for mend in found:
+        changed = asked.changed(mend.change.values).config
+        reasons = [_model_reasons(changed, role, asked.models[role]) for role in ("actor", "critic")]
+        assert not changed.precision.compile or reasons == [[], []], mend.change
 
 
 def test_nothing_helps_a_model_that_is_far_too_large() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from mrlhf.errors import ConfigError
 from mrlhf.planner import ParallelSizes
 from mrlhf.planning.batching import Batching, batching
 from mrlhf.planning.hardware import HARDWARE, Efficiency, Hardware
@@ -135,12 +136,13 @@ def test_what_is_on_the_device_in_which_phase() -> None:
 
 
 def test_each_kind_moves_alone_and_evaluations_keep_frozen_models() -> None:
-    plain, reference = phases(offloaded(), STAGES), phases(offloaded("reference"), STAGES)
+    many = Rollout(8, 5, 4, 5, 4)
+    plain, reference = (phases(offloaded(*names, rollout=many), STAGES) for names in ((), ("reference",)))
     weights = persistent(offloaded(), offloaded().roles[2], 0).weights
     assert {name: plain[name].total - part.total for name, part in reference.items()} == {
         "rollout": weights, "inference": 0, "train": weights, "optimizer": weights, "save": weights,
     }  # fmt: skip
-    evaluated = phases(offloaded("reference", "actor", evaluates=True), STAGES)
+    evaluated = phases(offloaded("reference", "actor", evaluates=True, rollout=many), STAGES)
     assert evaluated["evaluation"].weights == plain["rollout"].weights
     assert evaluated["evaluation"].optimizer == evaluated["rollout"].optimizer < plain["rollout"].optimizer
     assert evaluated["evaluation"].kv_cache == plain["rollout"].kv_cache
@@ -148,6 +150,44 @@ def test_each_kind_moves_alone_and_evaluations_keep_frozen_models() -> None:
     assert evaluated["train"].weights == plain["train"].weights - weights
     # Nothing to tell apart where frozen models stay.
     assert set(phases(offloaded("actor", evaluates=True), STAGES)) == set(plain)
+
+
+def test_evaluations_take_log_probs_that_inference_leaves_out() -> None:
+    idle, large = {"idle_in_inference": ("actor", "reference")}, Rows(64, 10, 4)
+    assert "evaluation" not in phases(offloaded(inference=large, **idle), STAGES)
+    whole = phases(offloaded(inference=large, evaluates=True), STAGES)
+    found = phases(offloaded(inference=large, evaluates=True, **idle), STAGES)
+    assert "evaluation" not in whole, "inference has the same passes"
+    passes, evaluation = whole["inference"], found["evaluation"]
+    assert found["inference"].head < passes.head
+    assert (evaluation.activations, evaluation.head) == (passes.activations, passes.head)
+    assert (evaluation.kv_cache, evaluation.weights) == (0, passes.weights)
+    # Generation, where that takes more.
+    found = phases(offloaded(rollout=Rollout(8, 5, 4, 5, 4), evaluates=True, **idle), STAGES)
+    assert found["evaluation"] == found["rollout"]
+
+
+def test_a_reference_for_evaluations_alone_stays_on_the_host_in_inference() -> None:
+    idle = {"idle_in_inference": ("actor", "reference"), "evaluates": True}
+    made = offloaded("reference", "reward0", **idle)
+    weights = persistent(made, made.roles[2], 0).weights
+    found = phases(made, STAGES)
+    assert found["evaluation"].weights - found["inference"].weights == weights
+    assert found["inference"].weights - found["rollout"].weights == persistent(made, made.roles[3], 0).weights
+    assert found["save"].weights == found["evaluation"].weights
+    # Nobody waits for it, and it still has its place on the host.
+    reward = host_bytes_of(made, made.roles[3], 0) / 1e3
+    waits = transfers(made, 1e3, {"critic": 1.0, "reward0": 1.0}, {})[0]
+    assert waits.link == pytest.approx(reward)
+    assert waits.inference == pytest.approx(max(reward - 1.0, 0.0))
+    assert host_bytes_of(made, made.roles[2], 0) == weights
+
+
+def test_a_link_without_a_rate_is_named_where_something_is_offloaded() -> None:
+    unknown = replace(READING, pcie=0.0)
+    assert Clock(offloaded(), unknown, IDEAL).phases()["rollout"].host == 0
+    with pytest.raises(ConfigError, match="--pcie: 0 bytes per second"):
+        Clock(offloaded("reward0"), unknown, IDEAL).phases()
 
 
 @pytest.mark.parametrize(("dtype", "dp", "each"), [("bf16", 1, 12), ("fp32", 1, 8), ("bf16", 4, 3)])
