@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from mrlhf.megatron import device
-from mrlhf.parallel.products import LARGE, are_widened, has_fast_bf16, is_widened, product
+from mrlhf.parallel.products import LARGE, are_widened, is_widened, product
 
-__all__ = ["attention", "has_fast_bf16", "is_widened", "linear", "widens", "with_fp32_products"]
+__all__ = ["attention", "linear", "widens", "with_fp32_products"]
 
 
 def widens(dtype: torch.dtype) -> bool:
@@ -185,7 +185,10 @@ def _replaced(value: Any) -> Any:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """torch's fused causal attention in fp32, keeping what it keeps in 16 bits: its inputs and its output."""
+    """torch's fused causal attention in fp32, keeping what it keeps in 16 bits: its inputs and its output.
+
+    Query, key, value and (backwards) the output's gradient are widened whole while it runs.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ Megatron-Core names CUDA in tensor factories (``device="cuda"``, ``torch.cuda.cu
 type-string checks. On a machine without CUDA `install` gives a fixed list of its modules a ``torch`` attribute that is
 a copy of torch's namespace in which those factories and ``torch.cuda`` mean the CPU. Ordinary tensor operations are
 not touched (a global TorchFunctionMode would add about 20% to a small training step). On CUDA `install` changes
-nothing.
+one default: recomputed norms without Transformer Engine are not in FP8.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ other, which then runs through Megatron's own forward. Mixture-of-experts layers
 
 What a rollout multiplies by does not change while it lasts, so that a stage made for it takes its weights in the form
 in which they are multiplied (`mrlhf.megatron.packed`). On processors where 16-bit products are slow the stage computes
-in fp32 throughout, from the 16-bit weights: nothing is rounded on the way, and the cache is in fp32 too.
+in fp32, from the 16-bit weights, and the cache is in fp32 too: nothing is rounded on the way but messages between
+pipeline stages and the input and output of experts. Under sequence parallelism and in FP8 there is no such stage, and
+Megatron's forward rounds as it does elsewhere.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 There torch multiplies 16-bit matrices in a plain loop, up to a hundred times slower than fp32 ones. Such operands are
 exact in fp32, and so is the product of any two, so they are widened, multiplied and summed in fp32, and the result is
 rounded once: at least as accurate as hardware for 16-bit products. Parameters, activations and messages stay in 16
-bits; only the operands of one product at a time are widened, large ones in tiles.
+bits; only the operands of one product at a time are widened: the larger one in tiles where it is large, the other one
+whole.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ def has_fast(dtype: torch.dtype) -> bool:
     """
     report: Callable[[], Mapping[str, Any]] | None = getattr(torch.cpu, "get_capabilities", None)
     if report is not None:
-        return is_fast(dtype, _by_onednn(dtype), report())
+        return is_fast(dtype, by_onednn(dtype), report())
     # Older versions of torch only answer single questions.
     found = {name: getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in _QUESTIONS}
-    return is_fast(dtype, _by_onednn(dtype), {**found, "amx_bf16": found["amx_tile"], "architecture": machine()})
+    return is_fast(dtype, by_onednn(dtype), {**found, "amx_bf16": found["amx_tile"], "architecture": machine()})
 
 
 _QUESTIONS = ("avx512_bf16", "amx_tile", "amx_fp16")
 
 
-def _by_onednn(dtype: torch.dtype) -> bool:
+def by_onednn(dtype: torch.dtype) -> bool:
+    """Whether torch gives products of a 16-bit dtype to oneDNN on this processor."""
     name = "bf16" if dtype is torch.bfloat16 else "fp16"
     try:
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())

@@ -42,7 +42,7 @@ def test_processors(name: str) -> None:
 @pytest.mark.parametrize("answers", [(), ("_is_avx512_bf16_supported",), ("_is_amx_tile_supported",)])
 def test_a_torch_that_answers_single_questions(monkeypatch: pytest.MonkeyPatch, answers: tuple[str, ...]) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    monkeypatch.setattr(products, "_by_onednn", lambda dtype: True)
+    monkeypatch.setattr(products, "by_onednn", lambda dtype: True)
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda name=name: name in answers, raising=False)
     has_fast.cache_clear()
