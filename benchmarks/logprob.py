@@ -121,9 +121,9 @@ def main() -> None:
     options.add_argument("--hidden", type=int, default=256)
     options.add_argument("--vocab", type=int, nargs="+", default=[32_768, 131_072, 262_144])
     options.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="environment with TRL and the like")
-    options.add_argument("--serve", help=argparse.SUPPRESS)
+    options.add_argument("--serve", nargs="?", const="", help=argparse.SUPPRESS)
     arguments = options.parse_args()
-    if arguments.serve:
+    if arguments.serve is not None:
         serve(handler(arguments.serve in (OURS, FLOOR)))
         return
     report = Report("logprob")

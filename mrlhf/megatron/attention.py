@@ -308,7 +308,7 @@ def _step(query: torch.Tensor, cache: torch.Tensor, context: CacheContext, scale
     slots: Any = context.slots[:count] if first is None else slice(first, first + count)
     k, v = cache[0][slots, :, : context.longest], cache[1][slots, :, : context.longest]
     out = attention(query.to(k.dtype), k, v, mask=context.reach(k.dtype), scale=scale)
-    return out.reshape(count, -1)
+    return out.reshape(count, -1).to(query.dtype)
 
 
 def _products(
@@ -322,7 +322,7 @@ def _products(
     scores = torch.baddbmm(
         context.reach_of_heads(k.dtype, heads), q, k.transpose(1, 2), alpha=size**-0.5 if scale is None else scale
     )
-    return torch.bmm(torch.softmax(scores, -1), v).view(context.steps, -1)
+    return torch.bmm(torch.softmax(scores, -1), v).view(context.steps, -1).to(query.dtype)
 
 
 def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:

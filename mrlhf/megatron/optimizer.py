@@ -47,17 +47,6 @@ class AdamSettings:
     clip_grad: float = 1.0
 
 
-def overlaps(wanted: bool | None, *, cuda: bool, replicas: int, experts: bool) -> bool:
-    """Whether gradients are summed over ``replicas`` while others are still computed; None: where it pays.
-
-    With ``experts`` it has to be asked for: every rank must have a gradient for every parameter in every step, which
-    an expert that gets no token may not have. On a CPU it only adds threads that the backward pass needs itself.
-    """
-    if replicas == 1:
-        return False
-    return cuda and not experts if wanted is None else wanted
-
-
 class Trainable:
     """A model that is trained: its stages in Megatron's DDP, the optimizer and the schedule of its rate."""
 
@@ -68,7 +57,7 @@ class Trainable:
         settings: AdamSettings,
         *,
         distributed_optimizer: bool = False,
-        overlap_grad_reduce: bool | None = None,
+        overlap_grad_reduce: bool = False,
         bucket_size: int | None = None,
     ) -> None:
         """Wrap ``chunks`` (weights already loaded: the optimizer copies them).
@@ -78,17 +67,15 @@ class Trainable:
             groups: the model's process groups.
             settings: see `AdamSettings`.
             distributed_optimizer: shard the optimizer's state over the data-parallel ranks.
-            overlap_grad_reduce: see `overlaps`. What is summed beside the backward pass is ready when `prepare_step`
-                begins. A step is one `zero_grad` and one `mrlhf.megatron.schedule.forward_backward`, overlapped or not.
+            overlap_grad_reduce: sum gradients over replicas while others are still computed. All sums are there when
+                `prepare_step` begins. A step is one `zero_grad` and one `mrlhf.megatron.schedule.forward_backward`,
+                overlapped or not.
             bucket_size: elements that are summed at once where that overlaps; None for Megatron's 40 million or more.
         """
         self.groups = groups
         self.settings = settings
         self.config = get_model_config(chunks[0])
-        experts = bool(self.config.num_moe_experts)
-        self.overlapped = overlaps(
-            overlap_grad_reduce, cuda=device.has_cuda(), replicas=groups.dp_cp.size(), experts=experts
-        )
+        self.overlapped = overlap_grad_reduce and groups.dp_cp.size() > 1
         """Whether gradients are summed beside the backward pass."""
         bucket_size = bucket_size if self.overlapped else None
         self.chunks = _wrap(chunks, self.config, groups, distributed_optimizer, self.overlapped, bucket_size)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from mrlhf.parallel.products import are_widened
+from mrlhf.parallel.products import are_widened, by_onednn
 
 PACK_FROM = 1 << 18
 """Elements from which a weight is put in order: smaller ones stay in the cache, and calls of oneDNN cost more."""
@@ -61,7 +61,7 @@ def can_pack(weight: torch.Tensor) -> bool:
     return (
         # Of a dry run's tensors only the storage tells that there is nothing in them.
         weight.untyped_storage().device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
+        and (weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and by_onednn(weight.dtype)))
         and not are_widened(weight.dtype)
         and weight.numel() >= PACK_FROM
         and bool(torch.backends.mkldnn.enabled)

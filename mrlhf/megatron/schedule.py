@@ -229,8 +229,26 @@ def _run(
     config = get_model_config(chunks[0])
     pp_size = groups.pp.size()
     schedule = get_forward_backward_func(pp_size=pp_size, vp_size=len(chunks) if len(chunks) > 1 else None)
+    no_sync = config.no_sync_func
+    if forward_only:
+        # The schedules enter it without a backward pass to leave it at.
+        config.no_sync_func = None
+    try:
+        return _scheduled(schedule, chunks, micro_batches, step, groups, forward_only)
+    finally:
+        config.no_sync_func = no_sync
+
+
+def _scheduled(
+    schedule: Callable[..., list[Any]],
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: list[Any],
+    step: Callable[..., Any],
+    groups: ProcessGroupCollection,
+    forward_only: bool,
+) -> list[Any]:
     iterators = [iter(micro_batches) for _ in chunks]
-    results: list[Any] = schedule(
+    return schedule(
         forward_step_func=step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
@@ -240,7 +258,6 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
-        p2p_communicator=P2PCommunicator(groups.pp, config),
+        p2p_communicator=P2PCommunicator(groups.pp, get_model_config(chunks[0])),
         pg_collection=groups,
     )
-    return results

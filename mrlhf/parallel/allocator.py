@@ -24,7 +24,7 @@ HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 
 # Of malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_LARGEST = 1 << 30
+_LARGEST, _LARGEST_OF_OLD = 1 << 30, 32 << 20
 # What the heap grows by beyond a request; more of it is memory that stays unused.
 _PAD = 16 << 20
 # Whoever has set one of these knows better.
@@ -32,7 +32,7 @@ _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRES
 
 
 def keep_freed_memory(environ: MutableMapping[str, str] = os.environ) -> int:
-    """Make glibc serve blocks up to 1 GiB from its heap, and keep the heap's free end up to a limit.
+    """Make glibc serve blocks up to 1 GiB from its heap (older than 2.35: 32 MiB), and keep the heap's free end.
 
     Once per process, before tensors are made. Does nothing where malloc is not glibc's, or has settings of its own in
     the environment; an allocator that replaces malloc (``LD_PRELOAD``) ignores it.
@@ -55,7 +55,10 @@ def keep_freed_memory(environ: MutableMapping[str, str] = os.environ) -> int:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):  # musl
         return 0
-    settings = ((_M_MMAP_THRESHOLD, _LARGEST), (_M_TRIM_THRESHOLD, kept << 20), (_M_TOP_PAD, _PAD))
+    # glibc before 2.35 takes 32 MiB at most.
+    if not library.mallopt(_M_MMAP_THRESHOLD, _LARGEST) and not library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_OLD):
+        return 0
+    settings = ((_M_TRIM_THRESHOLD, kept << 20), (_M_TOP_PAD, _PAD))
     return kept if all(library.mallopt(key, value) for key, value in settings) else 0
 
 

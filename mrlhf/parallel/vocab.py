@@ -124,14 +124,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         vocab_size: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits ``[n, V/TP]`` to log-probs ``[n]``, and entropy if asked."""
+        """Logits ``[n, V/TP]`` to log-probs ``[n]``, and entropy if asked; ``keep``: for a backward pass."""
         start, valid = shard_columns(logits.shape[1], group, vocab_size)
         dtype = compute_dtype(logits.dtype)
         local = logits.new_zeros((4 if with_entropy else 3, logits.shape[0]), dtype=dtype)
         # The exponentials are most of the work. Where they have the size of the gradient, they become it (`backward`).
         kept = None
-        if ctx.needs_input_grad[0] and logits.dtype == dtype and valid:
+        if keep and ctx.needs_input_grad[0] and logits.dtype == dtype and valid:
             kept = logits.new_empty(logits.shape)
         if valid:
             _shard_statistics(logits, valid, temperature, local, kept)
@@ -165,7 +166,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 _shard_statistics(logits, valid, temperature, logsumexp.new_empty(3, logsumexp.shape[0]), grad)
             target = target_columns(targets, start, valid)
             _gradient_of_kept(grad[:, :valid], ctx.top, target, logsumexp, grad_logprobs / temperature)
-            return grad, None, None, None, None, None
+            return grad, None, None, None, None, None, None
         chunks = _row_chunks(logits) if valid else []
         buffer = None if in_place else _buffer(logits, chunks, valid, logsumexp.dtype)
         for rows in chunks:
@@ -179,7 +180,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             )
             if not in_place:
                 grad[rows, :valid] = x
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 def _shard_statistics(logits: Tensor, valid: int, temperature: float, local: Tensor, kept: Tensor | None) -> None:
@@ -291,7 +292,8 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of ``targets`` under vocabulary-sharded logits, differentiable on every shard.
 
-    One all-gather of 3 floats per token (4 with entropy) in the forward, no collective in the backward.
+    One all-gather of 3 floats per token (4 with entropy) in the forward, no collective in the backward. Logits in fp32
+    keep a second tensor of their size for the backward pass.
 
     Args:
         logits: ``[N, V/TP]``, any floating dtype; this rank's columns of the padded vocabulary.
@@ -313,6 +315,6 @@ def vocab_parallel_logprobs(
     check_temperature(temperature)
     check_targets(targets, vocab_size)
     result: tuple[Tensor, Tensor | None] = _VocabParallelLogprobs.apply(
-        logits, targets, group, float(temperature), with_entropy, vocab_size
+        logits, targets, group, float(temperature), with_entropy, vocab_size, torch.is_grad_enabled()
     )
     return result

@@ -103,7 +103,8 @@ def test_parity_holds(tmp_path: Path) -> None:
     assert "DIFFERS" not in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_parity_finds_one_changed_number(tmp_path: Path, ranks: int) -> None:
     folder = tmp_path / "standard_copy"
     shutil.copytree(RECORDING, folder)
@@ -118,6 +119,7 @@ def test_parity_finds_one_changed_number(tmp_path: Path, ranks: int) -> None:
     assert done.stdout.count(" ok") == 28
 
 
+@pytest.mark.slow
 def test_convert_there_and_back_and_train_from_what_it_wrote(tiny_job: TinyJob, tmp_path: Path) -> None:
     """The command under TP 2 one way, the script on one process the other."""
     done = run_command("convert", "import", tiny_job.actor, tmp_path / "megatron", "--tp", "2", ranks=2)
@@ -159,6 +161,7 @@ def _failing(tiny_job: TinyJob, tmp_path: Path, target: str, *more: str) -> tupl
     return done.status, rank_lines(done.stderr), done.stderr
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_raises_on_one_replica_ends_the_job(tiny_job: TinyJob, tmp_path: Path) -> None:
     status, lines, text = _failing(tiny_job, tmp_path, "tinyrewards:fails_on_one_replica")
     assert status != 0
@@ -200,6 +203,7 @@ def test_a_rank_of_the_critic_that_vanishes_ends_the_job(tiny_job: TinyJob, tmp_
     assert lines[-1] == "[rank 1] GeneratorExit: unexpected end of the scorer"
 
 
+@pytest.mark.slow
 def test_a_tensor_rank_that_fails_ends_the_job(tiny_job: TinyJob, tmp_path: Path) -> None:
     """Under TP 2 the other rank of the replica waits inside a broadcast of the scores."""
     status, lines, _ = _failing(tiny_job, tmp_path, "tinyrewards:fails_everywhere", TP2)

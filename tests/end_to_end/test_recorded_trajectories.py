@@ -81,6 +81,7 @@ QUICK = ("tp1", "tp1-packed", "tp2", "dp2", "tp2-pp2", "dp2-tp2", "pp2-vpp2", "t
 LONGER = ("tp1-micro1", "pp2-micro2", "dp2-micro2", "dp4", "pp2-vpp2-micro2", "pp2-distributed", "pp4", "dp2-pp2")
 LONGER += ("tp2-sp-pp2", "split-1-1", "split-dp2-dp2", "split-pp2-tp2-reward-dp2", "split-dp2-1")
 LONGER += ("cp2-tp2-sp", "cp2-pp2-distributed", "cp2-dp2-distributed", "tp2-pp2-critic-pp4-reward-dp4")
+LONGER += ("dp2-tp2-sp-distributed", "tp2-pp2-vpp2")
 CASES = [
     pytest.param(name, layout, marks=[] if layout in quick else pytest.mark.slow)
     for name, quick in (("standard_trajectory", LAYOUTS.keys() - LONGER), ("ds_chat_trajectory", QUICK))

@@ -114,7 +114,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp2": (2, ("optimizer.distributed=true",)),
     "split": (2, ("placement=split",)),
 }
-QUICK = {"padded": list(RUNS), "packed": ["shaped"], "tp2": ["shaped"], "pp2": ["shaped"], "dp2": ["shaped"]}
+QUICK = {"padded": list(RUNS), "packed": ["shaped"], "pp2": ["shaped"], "dp2": ["shaped"]}
 CASES = [
     *QUICK.items(),
     *(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mrlhf.megatron import packed
-from mrlhf.parallel.products import chosen
+from mrlhf.parallel.products import by_onednn, chosen
 
 
 def operands(rows: int, columns: int, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -51,5 +51,7 @@ def test_16_bits_are_put_in_order_only_where_the_processor_multiplies_them() -> 
     with chosen("fp32"):
         assert not packed.can_pack(weight)
     with chosen("native"):
-        assert packed.can_pack(weight)
+        assert packed.can_pack(weight) == by_onednn(torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(packed.product(weight)(torch.ones(2, 256).bfloat16()), torch.zeros(2, 1024).bfloat16())
     assert not packed.can_pack(weight.double())
