@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from mrlhf.megatron import device
+from mrlhf.megatron.own_product import OwnProduct, check_gradients
 from mrlhf.parallel.products import LARGE, are_widened, is_widened, product
 
 __all__ = ["attention", "linear", "widens", "with_fp32_products"]
@@ -113,25 +114,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _multiply(x, weight, bias)
 
 
-class _Fp32Forward:
-    """Megatron's ``_forward_impl``, the product inside ``forward`` of both of its parallel linear layers."""
-
-    def _forward_impl(
+class _Fp32Product(OwnProduct):
+    def multiply(
         self,
-        input: torch.Tensor,  # noqa: A002  Megatron's name
+        x: torch.Tensor,
         weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        **_: Any,
+        bias: torch.Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        output: torch.Tensor = _Product.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)
-        return output
+        """In fp32, rounded once."""
+        out: torch.Tensor = _Product.apply(x, weight, bias, allreduce_dgrad, sequence_parallel, group)
+        return out
 
 
-class Fp32ColumnParallelLinear(_Fp32Forward, ColumnParallelLinear):
+class Fp32ColumnParallelLinear(_Fp32Product, ColumnParallelLinear):
     """``ColumnParallelLinear`` whose 16-bit operands are multiplied in fp32; the same parameters and checkpoint keys.
 
     Raises:
@@ -140,23 +138,15 @@ class Fp32ColumnParallelLinear(_Fp32Forward, ColumnParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _check(self.config)
+        check_gradients(self.config, "layers with fp32 products")
 
 
-class Fp32RowParallelLinear(_Fp32Forward, RowParallelLinear):
+class Fp32RowParallelLinear(_Fp32Product, RowParallelLinear):
     """``RowParallelLinear`` likewise."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _check(self.config)
-
-
-def _check(config: Any) -> None:
-    if config.gradient_accumulation_fusion or config.defer_embedding_wgrad_compute:
-        raise ValueError(
-            "layers with fp32 products return the weight's gradient through autograd: set Megatron's "
-            "gradient_accumulation_fusion and defer_embedding_wgrad_compute to False"
-        )
+        check_gradients(self.config, "layers with fp32 products")
 
 
 _INSTEAD: dict[Any, type] = {

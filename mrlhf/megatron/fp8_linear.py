@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 
 from mrlhf.megatron.fp8 import Fp8
 from mrlhf.megatron.fp8_scaling import E4M3, E5M2, DelayedScales, UsedScales, amax_of, current_scale, product, quantize
+from mrlhf.megatron.own_product import OwnProduct, check_gradients
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 """An FP8 tensor and its scale."""
@@ -117,27 +118,23 @@ class Fp8Product(torch.autograd.Function):
         return of_x, of_weight, None, None
 
 
-class _Fp8Forward:
-    """Megatron's ``_forward_impl``, the product inside ``forward`` of both of its parallel linear layers."""
-
+class _Fp8Forward(OwnProduct):
     quantizers: Quantizers
 
-    def _forward_impl(
+    def multiply(
         self,
-        input: torch.Tensor,  # noqa: A002  Megatron's name
+        x: torch.Tensor,
         weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        **_: Any,
+        bias: torch.Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        x = input
+        """Of FP8 operands."""
         if sequence_parallel:
-            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=tp_group)
+            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
         elif allreduce_dgrad:
-            x = copy_to_tensor_model_parallel_region(x, group=tp_group)
+            x = copy_to_tensor_model_parallel_region(x, group=group)
         output: torch.Tensor = Fp8Product.apply(x, weight, self.quantizers, torch.is_grad_enabled())
         return output if bias is None else output + bias
 
@@ -161,9 +158,5 @@ class Fp8RowParallelLinear(_Fp8Forward, RowParallelLinear):
 
 
 def _quantizers(config: Any, fp8: Fp8, groups: Sequence[dist.ProcessGroup]) -> Quantizers:
-    if config.gradient_accumulation_fusion or config.defer_embedding_wgrad_compute:
-        raise ValueError(
-            "the emulated FP8 layers return the weight's gradient through autograd: set Megatron's "
-            "gradient_accumulation_fusion and defer_embedding_wgrad_compute to False"
-        )
+    check_gradients(config, "the emulated FP8 layers")
     return Quantizers(fp8, groups, recomputed=config.recompute_granularity is not None)

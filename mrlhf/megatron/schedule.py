@@ -9,6 +9,7 @@ that of (sum over all micro-batches and ranks) / denominator. So each micro-batc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -229,35 +230,30 @@ def _run(
     config = get_model_config(chunks[0])
     pp_size = groups.pp.size()
     schedule = get_forward_backward_func(pp_size=pp_size, vp_size=len(chunks) if len(chunks) > 1 else None)
+    iterators = [iter(micro_batches) for _ in chunks]
+    with _sums_held_back(config, wanted=not forward_only):
+        results: list[Any] = schedule(
+            forward_step_func=step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=len(micro_batches),
+            # Widths travel with the tensors (variable_seq_lengths); these two only need to be positive.
+            seq_length=groups.tp.size(),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            p2p_communicator=P2PCommunicator(groups.pp, config),
+            pg_collection=groups,
+        )
+    return results
+
+
+@contextmanager
+def _sums_held_back(config: Any, *, wanted: bool) -> Iterator[None]:
+    """Without ``wanted`` the schedule does not hold sums of gradients back: it would, and never go on with them."""
     no_sync = config.no_sync_func
-    if forward_only:
-        # The schedules enter it without a backward pass to leave it at.
-        config.no_sync_func = None
+    config.no_sync_func = no_sync if wanted else None
     try:
-        return _scheduled(schedule, chunks, micro_batches, step, groups, forward_only)
+        yield
     finally:
         config.no_sync_func = no_sync
-
-
-def _scheduled(
-    schedule: Callable[..., list[Any]],
-    chunks: Sequence[torch.nn.Module],
-    micro_batches: list[Any],
-    step: Callable[..., Any],
-    groups: ProcessGroupCollection,
-    forward_only: bool,
-) -> list[Any]:
-    iterators = [iter(micro_batches) for _ in chunks]
-    return schedule(
-        forward_step_func=step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks),
-        num_microbatches=len(micro_batches),
-        # Widths travel with the tensors (variable_seq_lengths); these two only need to be positive.
-        seq_length=groups.tp.size(),
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-        p2p_communicator=P2PCommunicator(groups.pp, get_model_config(chunks[0])),
-        pg_collection=groups,
-    )
