@@ -6,110 +6,81 @@ per token (the online softmax of Milakov and Gimelshein, arXiv:1805.02867), the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.parallel.products import is_widened
+from mrlhf.parallel.logit_tiles import LogitTiles, slices
 from mrlhf.parallel.vocab import (
     LOGIT_FLOOR,
     check_targets,
     check_temperature,
     combine_shards,
-    compute_dtype,
     shard_columns,
-    softmax_gradient,
-    target_columns,
 )
 
 # A CPU tile fits the cache; a GPU wants matrix products large enough to fill it.
-_CPU_TILE = (512, 1024)
+_CPU_TILE = (1024, 1024)
 _CUDA_TILE = (2048, 4096)
+# Logits in fp32 (48 MiB) that a CPU keeps for the backward pass, which computes the rest again: a quarter of the head's
+# products. A GPU has better use for its memory.
+_CPU_KEPT = 12 << 20
 # Tokens whose gradients are summed in fp32 before they are rounded to a 16-bit gradient, and the most rows copied
 # at once when only some positions are wanted.
 _BLOCK_TOKENS = 4096
 
 
-class _Tiles:
-    """The tiles of one call: buffers, and the scaled logits of one tile."""
+class _Statistics:
+    """Of one block of tokens: of each tile the maximum, the largest probability, and the target's logit if it is there.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, valid: int, temperature: float, tile: tuple[int, int]) -> None:
-        self.weight = weight
-        self.valid = valid
-        self.scale = 1.0 / temperature
-        self.tokens, self.columns = min(tile[0], max(hidden.shape[0], 1)), min(tile[1], max(valid, 1))
-        self.dtype = compute_dtype(weight.dtype)
-        size = self.tokens * self.columns
-        self.operands = self.dtype if is_widened(weight) else weight.dtype
-        self._product = hidden.new_empty(size, dtype=self.operands)
-        same = self.dtype == self.operands
-        self._logits = self._product if same else hidden.new_empty(size, dtype=self.dtype)
-        self._scratch: Tensor | None = None
-        self._rows: tuple[slice, Tensor] | None = None
+    They are kept as ``[tiles, rows]`` and merged once, so that a tile costs its matrix product and few passes.
+    ``softmax`` is one pass over the cache where ``exp`` alone is no cheaper, and a tile's log of the sum of
+    exponentials is its maximum minus the log of its largest probability.
+    """
 
-    def over_vocabulary(self) -> Iterator[slice]:
-        """Slices of the real columns."""
-        return _slices(self.valid, self.columns)
+    def __init__(
+        self, tiles: LogitTiles, hidden: Tensor, at: int, place: tuple[Tensor, Tensor], with_entropy: bool
+    ) -> None:
+        self.tiles, self.hidden, self.at = tiles, hidden, at
+        self.slices = list(tiles.over_vocabulary())
+        self.tile_of, self.column = place
+        shape = (len(self.slices), hidden.shape[0])
+        self.top, self.largest, self.chosen = (hidden.new_empty(shape, dtype=tiles.dtype) for _ in range(3))
+        self.mean = torch.empty_like(self.top) if with_entropy else None
+        # Whether there may be logits of -inf, whose part of the entropy is 0 and not NaN. Looking for them costs a CPU
+        # little and would make a GPU wait.
+        self.floor = hidden.is_cuda
 
-    def rows(self, columns: slice) -> Tensor:
-        """The weight's rows of these columns, in the dtype of the matrix products."""
-        if self._rows is None or self._rows[0] != columns:
-            self._rows = columns, self.weight[columns].to(self.operands)
-        return self._rows[1]
+    def fill(self, out: Tensor) -> Tensor:
+        """Write ``out [3 or 4, rows]`` (see `combine_shards`); returns each tile's logsumexp ``[tiles, rows]``."""
+        self._over_tiles()
+        if not self.floor and not bool((self.largest if self.mean is None else self.mean).isfinite().all()):
+            self.floor = True
+            self._over_tiles()
+        top = self.top.amax(0)
+        lse = self.top - self.largest.log()
+        # A tile of nothing but -inf has no softmax; before the first finite logit there is nothing to add either.
+        lse = torch.where(self.top == float("-inf"), self.top, lse)
+        weights = (lse - top.clamp(min=torch.finfo(top.dtype).min)).exp()
+        out[0], out[1] = top, weights.sum(0)
+        chosen = self.chosen.gather(0, self.tile_of.clamp(min=0).unsqueeze(0)).squeeze(0)
+        out[2] = torch.where(self.tile_of >= 0, chosen, 0.0)
+        if self.mean is not None:
+            shifted = torch.where(weights > 0, self.mean - top, 0.0)
+            out[3] = (shifted * weights).sum(0)
+        return lse
 
-    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Logits over the temperature, ``[rows, columns]`` in the compute dtype; valid until the next call."""
-        shape = (hidden.shape[0], columns.stop - columns.start)
-        product = self._view(self._product, shape)
-        torch.addmm(product, hidden, self.rows(columns).t(), beta=0, alpha=self.scale, out=product)
-        return product if self._logits is self._product else self._view(self._logits, shape).copy_(product)
-
-    def scratch(self, like: Tensor) -> Tensor:
-        """A second buffer of the tile's size; its content is undefined."""
-        if self._scratch is None:
-            self._scratch = torch.empty_like(self._logits)
-        return self._view(self._scratch, (like.shape[0], like.shape[1]))
-
-    def as_operand(self, gradient: Tensor) -> Tensor:
-        """The tile's gradient in the dtype of the matrix products."""
-        if self._logits is self._product:
-            return gradient
-        return self._view(self._product, (gradient.shape[0], gradient.shape[1])).copy_(gradient)
-
-    @staticmethod
-    def _view(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
-        return buffer[: shape[0] * shape[1]].view(shape)
-
-
-def _slices(length: int, step: int) -> Iterator[slice]:
-    for begin in range(0, length, step):
-        yield slice(begin, min(begin + step, length))
-
-
-def _statistics(tiles: _Tiles, hidden: Tensor, targets: Tensor, start: int, out: Tensor) -> None:
-    """Fill ``out [3 or 4, rows]`` (see `combine_shards`) for one tile of tokens."""
-    top, total, target_logit = out[0], out[1], out[2]
-    for columns in tiles.over_vocabulary():
-        x = tiles.logits(hidden, columns)
-        index, inside = target_columns(targets, start + columns.start, x.shape[1])
-        target_logit.add_(torch.where(inside, x.gather(1, index).squeeze(1), 0.0))
-        new_top = torch.maximum(top, x.amax(1))
-        # Before the first finite logit both maxima are -inf; their difference must not be NaN.
-        shift = torch.where(top == new_top, 0.0, top - new_top)
-        x.sub_(new_top.masked_fill(new_top == float("-inf"), 0.0).unsqueeze(1))
-        decay = shift.exp()
-        if out.shape[0] == 4:
-            finite_shift = torch.where(decay > 0, shift, 0.0)
-            out[3].add_(total * finite_shift).mul_(decay)
-            weights = torch.exp(x, out=tiles.scratch(x))
-            out[3].add_(x.clamp_(min=LOGIT_FLOOR).mul_(weights).sum(1))
-        else:
-            weights = x.exp_()
-        total.mul_(decay).add_(weights.sum(1))
-        top.copy_(new_top)
+    def _over_tiles(self) -> None:
+        for i, columns in enumerate(self.slices):
+            x = self.tiles.logits(self.hidden, columns, self.at)
+            torch.gather(x, 1, self.column.clamp(max=x.shape[1] - 1), out=self.chosen[i].unsqueeze(1))
+            torch.amax(x, 1, out=self.top[i])
+            weights = torch.softmax(x, 1, out=self.tiles.scratch(x))
+            torch.amax(weights, 1, out=self.largest[i])
+            if self.mean is not None:
+                torch.sum(weights.mul_(x.clamp_(min=LOGIT_FLOOR) if self.floor else x), 1, out=self.mean[i])
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -125,20 +96,29 @@ class _FusedLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         tile: tuple[int, int],
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[n, h]`` hidden states and ``[V/TP, h]`` weights to log-probs ``[n]``, and entropy if asked."""
+        """``[n, h]`` and ``[V/TP, h]`` to log-probs ``[n]``, and entropy if asked; ``keep``: for a backward pass."""
         start, valid = shard_columns(weight.shape[0], group, vocab_size)
-        tiles = _Tiles(hidden, weight, valid, temperature, tile)
+        tiles = LogitTiles(hidden, weight, valid, temperature, tile)
+        if keep and not hidden.is_cuda and any(ctx.needs_input_grad):
+            tiles.room = _CPU_KEPT
         if rows is not None:
             targets = targets[rows]
         local = hidden.new_zeros((4 if with_entropy else 3, targets.shape[0]), dtype=tiles.dtype)
         local[0] = float("-inf")
-        for part in _slices(targets.shape[0], tiles.tokens):
+        of_tiles = local.new_empty(len(list(tiles.over_vocabulary())), targets.shape[0])
+        floor = False
+        for part in slices(targets.shape[0], tiles.tokens) if valid else ():
             block = _take(hidden, rows, part, tiles.operands)
-            _statistics(tiles, block, targets[part], start, local[:, part])
+            place = tiles.place(targets[part], start)
+            statistics = _Statistics(tiles, block, part.start, place, with_entropy)
+            of_tiles[:, part] = statistics.fill(local[:, part])
+            floor = floor or statistics.floor
         result = combine_shards(local, group)
-        ctx.save_for_backward(hidden, weight, targets, rows, result.logsumexp, result.entropy)
-        ctx.constants = (start, valid, temperature, tile)
+        ctx.save_for_backward(hidden, weight, targets, rows, result.logsumexp, result.entropy, of_tiles)
+        tiles.room = 0
+        ctx.tiles, ctx.start, ctx.floor = tiles, start, floor
         ctx.set_materialize_grads(False)
         logprobs = _put(result.logprobs, rows, hidden.shape[0])
         return logprobs, None if result.entropy is None else _put(result.entropy, rows, hidden.shape[0])
@@ -147,62 +127,98 @@ class _FusedLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states and weights, tile by tile, from those of log-probs and entropy ``[n]``."""
-        hidden, weight, targets, rows, logsumexp, entropy = ctx.saved_tensors
-        start, valid, temperature, tile = ctx.constants
+        hidden, weight, targets, rows, logsumexp, entropy, of_tiles = ctx.saved_tensors
+        tiles: LogitTiles = ctx.tiles
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         upstream = [None if g is None else (g if rows is None else g[rows]) for g in (grad_logprobs, grad_entropy)]
         active = _active_rows(upstream)
-        if active is None or valid == 0:
-            return (grad_hidden, grad_weight, *[None] * 7)
+        if active is None or tiles.valid == 0:
+            return (grad_hidden, grad_weight, *[None] * 8)
         if active.shape[0] < targets.shape[0]:
+            tiles.forget()
             rows = active if rows is None else rows[active]
-            targets, logsumexp = targets[active], logsumexp[active]
+            targets, logsumexp, of_tiles = targets[active], logsumexp[active], of_tiles[:, active]
             entropy = None if entropy is None else entropy[active]
             upstream = [None if g is None else g[active] for g in upstream]
-        scaled = [None if g is None else g.to(logsumexp.dtype) / temperature for g in upstream]
+        scaled = [None if g is None else g.to(logsumexp.dtype) * tiles.scale for g in upstream]
         of_logprobs = torch.zeros_like(logsumexp) if scaled[0] is None else scaled[0]
-        _Backward(
-            _Tiles(hidden, weight, valid, temperature, tile), targets, start, logsumexp, entropy, of_logprobs, scaled[1]
-        ).run(hidden, rows, grad_hidden, grad_weight)
-        return (grad_hidden, grad_weight, *[None] * 7)
+        place = tiles.place(targets, ctx.start)
+        gradient = _LogitGradient(of_tiles, logsumexp, place, of_logprobs, entropy, scaled[1], ctx.floor)
+        _Backward(tiles, gradient).run(hidden, rows, grad_hidden, grad_weight)
+        return (grad_hidden, grad_weight, *[None] * 8)
+
+
+class _LogitGradient:
+    """The gradient of a tile of scaled logits x, from those of log-probs (g) and entropies H (e), all ``[n]``.
+
+    With p = softmax(x): d logp/dx = onehot - p and dH/dx = -p (log p + H), so that it is g onehot + p (a x + b) with
+    a = -e and b = e (logsumexp - H) - g. A tile's own softmax times its share of the sum is p.
+    """
+
+    def __init__(
+        self,
+        of_tiles: Tensor,
+        logsumexp: Tensor,
+        place: tuple[Tensor, Tensor],
+        grad_logprobs: Tensor,
+        entropy: Tensor | None,
+        grad_entropy: Tensor | None,
+        floor: bool,
+    ) -> None:
+        self.of_tiles, self.logsumexp, self.grad_logprobs = of_tiles, logsumexp, grad_logprobs
+        self.tile_of, self.column = place
+        self.slope, self.offset = None, -grad_logprobs
+        if entropy is not None and grad_entropy is not None:
+            self.slope = -grad_entropy
+            self.offset = grad_entropy * (logsumexp - entropy) - grad_logprobs
+        self.floor = floor
+
+    def of(self, x: Tensor, index: int, at: slice, scratch: Tensor) -> Tensor:
+        """Of tile ``index`` and the tokens ``at``; written over ``x`` or ``scratch``, both overwritten."""
+        of_tile = self.of_tiles[index, at]
+        share = (of_tile - self.logsumexp[at]).exp_()
+        weights = torch.softmax(x, 1, out=scratch)
+        if self.floor:
+            weights.masked_fill_((of_tile == float("-inf")).unsqueeze(1), 0.0)
+            x.clamp_(min=LOGIT_FLOOR)
+        offset = (self.offset[at] * share).unsqueeze(1)
+        if self.slope is None:
+            result = weights.mul_(offset)
+        else:
+            slope = (self.slope[at] * share).unsqueeze(1)
+            result = torch.addcmul(offset, x, slope, out=x).mul_(weights)
+        chosen = torch.where(self.tile_of[at] == index, self.grad_logprobs[at], 0.0).unsqueeze(1)
+        return result.scatter_add_(1, self.column[at].clamp(max=x.shape[1] - 1), chosen)
 
 
 class _Backward:
     """Gradients of all tiles. Vocabulary tiles are the outer loop, so one slice of the weight gradient is hot."""
 
-    def __init__(
-        self,
-        tiles: _Tiles,
-        targets: Tensor,
-        start: int,
-        logsumexp: Tensor,
-        entropy: Tensor | None,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor | None,
-    ) -> None:
-        self.tiles, self.targets, self.start, self.logsumexp = tiles, targets, start, logsumexp
-        self.entropy, self.grad_logprobs, self.grad_entropy = entropy, grad_logprobs, grad_entropy
+    def __init__(self, tiles: LogitTiles, gradient: _LogitGradient) -> None:
+        self.tiles, self.gradient = tiles, gradient
 
     def run(self, hidden: Tensor, rows: Tensor | None, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> None:
         """Add to ``grad_hidden`` and ``grad_weight`` (zeros on entry) in place."""
         tiles, dtype = self.tiles, self.tiles.dtype
-        count = self.targets.shape[0]
+        count = self.gradient.logsumexp.shape[0]
         in_place = rows is None and hidden.dtype == dtype == tiles.weight.dtype
         step = count if in_place else tiles.tokens * max(1, _BLOCK_TOKENS // tiles.tokens)
-        for block in _slices(count, step):
+        for block in slices(count, step):
             source = _take(hidden, rows, block, tiles.operands)
             grad_source = None
             if grad_hidden is not None:
                 grad_source = grad_hidden if in_place else torch.zeros_like(source, dtype=dtype)
-            for columns in tiles.over_vocabulary():
+            for index, columns in enumerate(tiles.over_vocabulary()):
                 grad_columns = None
                 if grad_weight is not None:
                     grad_columns = grad_weight[columns]
                     if grad_columns.dtype != dtype:
                         grad_columns = torch.zeros_like(grad_columns, dtype=dtype)
-                for part in _slices(block.stop - block.start, tiles.tokens):
-                    gradient = self._tile(source[part], columns, block.start, part)
+                for part in slices(block.stop - block.start, tiles.tokens):
+                    at = slice(block.start + part.start, block.start + part.stop)
+                    x = tiles.recall(source[part], columns, at.start)
+                    gradient = tiles.as_operand(self.gradient.of(x, index, at, tiles.scratch(x)))
                     if grad_source is not None:
                         _add_product(grad_source[part], gradient, tiles.rows(columns))
                     if grad_columns is not None:
@@ -210,20 +226,8 @@ class _Backward:
                 if grad_weight is not None and grad_columns is not None and grad_weight.dtype != dtype:
                     grad_weight[columns].add_(grad_columns)
             if grad_hidden is not None and grad_source is not None and not in_place:
-                index = slice(block.start, block.stop) if rows is None else rows[block]
-                grad_hidden[index] = grad_source.to(grad_hidden.dtype)
-
-    def _tile(self, source: Tensor, columns: slice, offset: int, part: slice) -> Tensor:
-        x = self.tiles.logits(source, columns)
-        at = slice(offset + part.start, offset + part.stop)
-        entropy = None
-        if self.grad_entropy is not None and self.entropy is not None:
-            entropy = (self.entropy[at], self.grad_entropy[at])
-        target = target_columns(self.targets[at], self.start + columns.start, x.shape[1])
-        softmax_gradient(
-            x, target, self.logsumexp[at], self.grad_logprobs[at], entropy, self.tiles.scratch(x) if entropy else None
-        )
-        return self.tiles.as_operand(x)
+                taken = slice(block.start, block.stop) if rows is None else rows[block]
+                grad_hidden[taken] = grad_source.to(grad_hidden.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -283,7 +287,7 @@ def fused_logprobs(
         with_entropy: also return the entropy; its work is skipped otherwise.
         mask: ``[N]`` bool, the positions wanted. Elsewhere log-prob and entropy are 0, the gradient is 0, and hidden
             states and targets may hold anything.
-        tile_tokens: tokens of a tile (default 512 on CPU, 2,048 on CUDA).
+        tile_tokens: tokens of a tile (default 1,024 on CPU, 2,048 on CUDA).
         tile_vocab: columns of a tile (default 1,024 on CPU, 4,096 on CUDA).
 
     Returns:
@@ -305,6 +309,15 @@ def fused_logprobs(
     rows = None if mask is None else mask.nonzero().squeeze(1)
     check_targets(targets if rows is None else targets[rows], vocab_size)
     result: tuple[Tensor, Tensor | None] = _FusedLogprobs.apply(
-        hidden, weight, targets, rows, group, vocab_size, float(temperature), with_entropy, tile
+        hidden,
+        weight,
+        targets,
+        rows,
+        group,
+        vocab_size,
+        float(temperature),
+        with_entropy,
+        tile,
+        torch.is_grad_enabled(),
     )
     return result

@@ -30,8 +30,10 @@ from mrlhf.planning import experts
 from mrlhf.planning.job import Job, Role, Rows
 from mrlhf.planning.parameters import StageParameters
 
-CUDA_TILE, CPU_TILE = (2048, 4096), (512, 1024)
+CUDA_TILE, CPU_TILE = (2048, 4096), (1024, 1024)
 """Tokens and columns of a tile of logits (`mrlhf.parallel.tiled_head`)."""
+CPU_KEPT = 12 << 20
+"""Logits that a CPU keeps for the backward pass (`mrlhf.parallel.tiled_head`)."""
 BLOCK_TOKENS = 4096
 """Tokens whose gradients are summed in fp32 at once (`mrlhf.parallel.tiled_head`)."""
 
@@ -232,7 +234,7 @@ def head_bytes(job: Job, role: Role, rows: Rows, *, backward: bool) -> int:
     """Bytes of the output layer: tiles of logits, hidden states as it reads them, statistics of each position.
 
     A value head converts its share of the hidden states to fp32. The log-prob head (`mrlhf.parallel.tiled_head`) has a
-    tile of tokens x columns in the run's dtype and one in fp32 (one more with entropy), the hidden states
+    tile of tokens x columns in the run's dtype and one in fp32 (two for 16 bits), the hidden states
     gathered over tensor ranks under sequence parallelism, and 3 or 4 numbers of each wanted position from every tensor
     rank. Its backward pass adds the gradients of hidden states and weight and the sums of one block in fp32.
     """
@@ -245,8 +247,12 @@ def head_bytes(job: Job, role: Role, rows: Rows, *, backward: bool) -> int:
     tokens, width = min(tile[0], max(wanted, 1)), min(tile[1], columns)
     entropy = job.entropy and backward and role is job.roles[0]
     half = e < 4
-    fp32_tiles = int(half) + int(entropy)
-    total = tokens * width * (e + 4 * fp32_tiles) + tokens * h * e
+    # A scratch tile for the softmax, and one more where the product is in 16 bits.
+    total = tokens * width * (e + 4 * (1 + int(half))) + tokens * h * e
+    # Each tile's logsumexp.
+    total += 4 * wanted * -(-columns // width)
+    if backward and not job.cuda:
+        total += 4 * min(wanted * columns, CPU_KEPT)
     total += wanted * 4 * (4 if entropy else 3) * (1 + t)
     if s > 1:
         total += n * h * e

@@ -283,7 +283,7 @@ def test_tiles_are_those_of_the_head() -> None:
     from mrlhf.rollout import engine
 
     assert (activations.CPU_TILE, activations.CUDA_TILE) == (tiled_head._CPU_TILE, tiled_head._CUDA_TILE)
-    assert tiled_head._BLOCK_TOKENS == activations.BLOCK_TOKENS
+    assert (tiled_head._BLOCK_TOKENS, tiled_head._CPU_KEPT) == (activations.BLOCK_TOKENS, activations.CPU_KEPT)
     assert engine.PREFILL_TOKENS == memory.PREFILL_TOKENS
 
 
