@@ -144,7 +144,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         result = combine_shards(local, group)
         ctx.save_for_backward(logits, targets, result.logsumexp, result.entropy)
         ctx.constants = (start, valid, temperature)
-        ctx.kept, ctx.top = kept, local[0]
+        ctx.kept, ctx.of_shard = kept, local[0] + local[1].log()
         ctx.set_materialize_grads(False)
         return result.logprobs, result.entropy
 
@@ -165,7 +165,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             if kept is None:
                 _shard_statistics(logits, valid, temperature, logsumexp.new_empty(3, logsumexp.shape[0]), grad)
             target = target_columns(targets, start, valid)
-            _gradient_of_kept(grad[:, :valid], ctx.top, target, logsumexp, grad_logprobs / temperature)
+            _gradient_of_kept(grad[:, :valid], ctx.of_shard, target, logsumexp, grad_logprobs / temperature)
             return grad, None, None, None, None, None, None
         chunks = _row_chunks(logits) if valid else []
         buffer = None if in_place else _buffer(logits, chunks, valid, logsumexp.dtype)
@@ -184,33 +184,46 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _shard_statistics(logits: Tensor, valid: int, temperature: float, local: Tensor, kept: Tensor | None) -> None:
-    """Fill ``local [3 or 4, n]`` (see `combine_shards`) but for the target's logit, and ``kept`` with exp(x - m)."""
+    """Fill ``local [3 or 4, n]`` (see `combine_shards`) but for the target's logit, ``kept`` with the shard's softmax.
+
+    torch's softmax passes over the cache once; the largest probability of a row is 1 over its sum of exp(x - m).
+    """
     dtype, with_entropy = local.dtype, local.shape[0] == 4
     chunks = _row_chunks(logits)
-    # One buffer for all chunks: fresh memory for each costs more than the arithmetic. The entropy needs two.
-    work = _buffer(logits, chunks, valid, dtype) if kept is None or with_entropy else kept
-    sums = kept if kept is not None else torch.empty_like(work) if with_entropy else work
+    converted = temperature != 1 or logits.dtype != dtype
+    # Buffers for all chunks: fresh memory for each costs more than the arithmetic.
+    work = _buffer(logits, chunks, valid, dtype) if converted or with_entropy else None
+    sums = _buffer(logits, chunks, valid, dtype) if kept is None else kept
     for rows in chunks:
         own = slice(0, rows.stop - rows.start)
-        x, weights = (b[rows if b is kept else own, :valid] for b in (work, sums))
+        x = None if work is None else work[own]
+        weights = sums[own if kept is None else rows, :valid]
         source = logits[rows, :valid]
-        if temperature != 1 or source.dtype != dtype:
+        if converted and x is not None:
             source = _scaled(source, temperature, x)
         top = torch.amax(source, 1, out=local[0, rows])
-        # A shard whose logits are all -inf must give a sum of 0, not NaN.
-        torch.sub(source, top.clamp(min=torch.finfo(dtype).min).unsqueeze(1), out=x)
-        torch.exp(x, out=weights)
-        torch.sum(weights, 1, out=local[1, rows])
-        if with_entropy:
-            torch.sum(x.clamp_(min=LOGIT_FLOOR).mul_(weights), 1, out=local[3, rows])
+        torch.softmax(source, 1, out=weights)
+        total = torch.reciprocal(torch.amax(weights, 1), out=local[1, rows])
+        # A row of nothing but -inf must give a sum of 0, not NaN. Looking for one would make a GPU wait.
+        empty = top == float("-inf")
+        if empty.is_cuda or bool(empty.any()):
+            weights.masked_fill_(empty.unsqueeze(1), 0.0)
+            total.masked_fill_(empty, 0.0)
+        if with_entropy and x is not None:
+            shift = top.clamp(min=torch.finfo(dtype).min).unsqueeze(1)
+            terms = torch.sub(source, shift, out=x).clamp_(min=LOGIT_FLOOR).mul_(weights)
+            torch.mul(terms.sum(1), total, out=local[3, rows])
 
 
 def _gradient_of_kept(
-    weights: Tensor, top: Tensor, target: tuple[Tensor, Tensor], logsumexp: Tensor, grad_logprobs: Tensor
+    weights: Tensor, of_shard: Tensor, target: tuple[Tensor, Tensor], logsumexp: Tensor, grad_logprobs: Tensor
 ) -> Tensor:
-    """`softmax_gradient` of log-probs alone where ``weights`` = exp(x - ``top``) is known; written over it."""
+    """`softmax_gradient` of log-probs alone where the shard's softmax is known; written over it.
+
+    ``of_shard``: the logsumexp of the shard, ``[N]``.
+    """
     columns, inside = target
-    weights.mul_((-grad_logprobs * (top - logsumexp).exp()).unsqueeze(1))
+    weights.mul_((-grad_logprobs * (of_shard - logsumexp).exp()).unsqueeze(1))
     return _finish_gradient(weights, columns, inside, grad_logprobs, grad_logprobs == 0)
 
 

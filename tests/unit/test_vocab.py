@@ -1,6 +1,7 @@
 """Vocabulary log-probs and the tiled head without sharding."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mrlhf.parallel import vocab
 from mrlhf.parallel.tiled_head import fused_logprobs
 from mrlhf.parallel.vocab import shard_columns, vocab_parallel_logprobs
 
@@ -267,3 +269,16 @@ def test_fused_peak_memory_is_a_few_tiles():
                             capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."},
                             cwd=script.parents[1]).stdout  # fmt: skip
     assert json.loads(output.splitlines()[-1])["answer"]["figure"] < 64
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_statistics_of_a_shard_without_finite_logits(with_entropy):
+    """The sums of such a row are 0 and its kept softmax too, so that other shards decide alone."""
+    logits = torch.tensor([[float("-inf")] * 3, [0.0, float("-inf"), math.log(3.0)]])
+    local, kept = torch.zeros(4 if with_entropy else 3, 2), torch.full((2, 3), float("nan"))
+    vocab._shard_statistics(logits, 3, 1.0, local, kept)
+    torch.testing.assert_close(local[0], torch.tensor([float("-inf"), math.log(3.0)]))
+    torch.testing.assert_close(local[1], torch.tensor([0.0, 4 / 3]))
+    torch.testing.assert_close(kept, torch.tensor([[0.0, 0.0, 0.0], [0.25, 0.0, 0.75]]))
+    if with_entropy:
+        torch.testing.assert_close(local[3], torch.tensor([0.0, -math.log(3.0) / 3]))
