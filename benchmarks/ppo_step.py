@@ -39,11 +39,19 @@ TARGETS = {"8k fp32": 2.0, "32k fp32": 3.0, "8k bf16": 3.0}
 
 def ours(folder: Path, size: Size, epochs: int) -> Callable[..., dict[str, float]]:
     """One iteration of ours per request."""
+    import torch._dynamo  # noqa: F401  torch's optimizers do
+
     from mrlhf.config import load_config
     from mrlhf.config_schema import PPOConfig
+    from mrlhf.data.tokenizer import load_tokenizer
+    from mrlhf.megatron import device
     from mrlhf.progress import open_display
     from mrlhf.trainer import ppo
 
+    # Libraries that a run imports when it first needs them; TRL's side has imported all of its own by now too.
+    with contextlib.redirect_stdout(sys.stderr):
+        device.install()
+        load_tokenizer(str(folder / "actor"))
     base = resident_mebibytes()
     # Everything the libraries print goes elsewhere than the answers.
     with contextlib.redirect_stdout(sys.stderr):
