@@ -1,7 +1,8 @@
 """The language-model head fused with its log-probabilities: hidden states in, log-probs out, one tile at a time.
 
-The logits of a tile of tokens x vocabulary live in one reused buffer. The forward keeps a running maximum and sum
-per token (the online softmax of Milakov and Gimelshein, arXiv:1805.02867), the backward computes the tile again.
+The logits of a tile of tokens x vocabulary live in one reused buffer (`mrlhf.parallel.logit_tiles`). The forward merges
+the maxima and sums of all tiles as the online softmax does (Milakov and Gimelshein, arXiv:1805.02867), the backward
+computes the tiles again, but for those that a CPU kept.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def fused_logprobs(
     tile_tokens: int | None = None,
     tile_vocab: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of ``targets`` under ``hidden @ weight.T``, never holding more than a tile of logits.
+    """Log-probs of ``targets`` under ``hidden @ weight.T``, a tile of logits at a time.
 
     One all-gather of 3 floats per wanted token (4 with entropy) in the forward, no collective in the backward: the
     gradient of ``hidden`` is this shard's part, to be summed by the region ``hidden`` came from. Matrix products run
