@@ -18,9 +18,24 @@ def slices(length: int, step: int) -> Iterator[slice]:
 
 
 class LogitTiles:
-    """The tiles of one call: buffers, and the scaled logits of one tile."""
+    """The tiles of one pass: buffers, and the scaled logits of one tile.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, valid: int, temperature: float, tile: tuple[int, int]) -> None:
+    Attributes:
+        kept: logits for the backward pass, by their first row and column.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        valid: int,
+        temperature: float,
+        tile: tuple[int, int],
+        *,
+        room: int = 0,
+        kept: dict[tuple[int, int], Tensor] | None = None,
+    ) -> None:
+        """Make the buffers; ``room``: elements of logits to keep, ``kept``: what a forward pass has kept."""
         self.weight = weight
         self.valid = valid
         self.scale = 1.0 / temperature
@@ -33,8 +48,8 @@ class LogitTiles:
         self._logits = self._product if same else hidden.new_empty(size, dtype=self.dtype)
         self._scratch: Tensor | None = None
         self._rows: tuple[slice, Tensor] | None = None
-        self.room = 0
-        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._room = room
+        self.kept = {} if kept is None else kept
 
     def over_vocabulary(self) -> Iterator[slice]:
         """Slices of the real columns."""
@@ -55,14 +70,14 @@ class LogitTiles:
     def logits(self, hidden: Tensor, columns: slice, at: int) -> Tensor:
         """Logits over the temperature, ``[rows, columns]`` in the compute dtype; valid until the next call.
 
-        While there is ``room`` (elements), those of the rows from ``at`` on are kept for `recall`.
+        While there is room, those of the rows from ``at`` on are kept.
         """
         shape = (hidden.shape[0], columns.stop - columns.start)
         same = self._logits is self._product
-        product = self._kept.get((at, columns.start))
-        if product is None and same and shape[0] * shape[1] <= self.room:
-            self.room -= shape[0] * shape[1]
-            product = self._kept[at, columns.start] = self._product.new_empty(shape)
+        product = self.kept.get((at, columns.start))
+        if product is None and same and shape[0] * shape[1] <= self._room:
+            self._room -= shape[0] * shape[1]
+            product = self.kept[at, columns.start] = self._product.new_empty(shape)
         if product is None:
             product = self._view(self._product, shape)
         torch.addmm(product, hidden, self.rows(columns).t(), beta=0, alpha=self.scale, out=product)
@@ -70,13 +85,8 @@ class LogitTiles:
 
     def recall(self, hidden: Tensor, columns: slice, at: int) -> Tensor:
         """The logits of `logits` again, to be overwritten: what was kept is given away."""
-        kept = self._kept.pop((at, columns.start), None)
+        kept = self.kept.pop((at, columns.start), None)
         return self.logits(hidden, columns, at) if kept is None else kept
-
-    def forget(self) -> None:
-        """Keep nothing, now or later."""
-        self.room = 0
-        self._kept.clear()
 
     def scratch(self, like: Tensor) -> Tensor:
         """A second buffer of the tile's size; its content is undefined."""

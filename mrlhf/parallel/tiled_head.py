@@ -101,9 +101,8 @@ class _FusedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """``[n, h]`` and ``[V/TP, h]`` to log-probs ``[n]``, and entropy if asked; ``keep``: for a backward pass."""
         start, valid = shard_columns(weight.shape[0], group, vocab_size)
-        tiles = LogitTiles(hidden, weight, valid, temperature, tile)
-        if keep and not hidden.is_cuda and any(ctx.needs_input_grad):
-            tiles.room = _CPU_KEPT
+        room = _CPU_KEPT if keep and not hidden.is_cuda and any(ctx.needs_input_grad) else 0
+        tiles = LogitTiles(hidden, weight, valid, temperature, tile, room=room)
         if rows is not None:
             targets = targets[rows]
         local = hidden.new_zeros((4 if with_entropy else 3, targets.shape[0]), dtype=tiles.dtype)
@@ -118,8 +117,8 @@ class _FusedLogprobs(torch.autograd.Function):
             floor = floor or statistics.floor
         result = combine_shards(local, group)
         ctx.save_for_backward(hidden, weight, targets, rows, result.logsumexp, result.entropy, of_tiles)
-        tiles.room = 0
-        ctx.tiles, ctx.start, ctx.floor = tiles, start, floor
+        ctx.constants = (start, valid, temperature, tile, floor)
+        ctx.kept = tiles.kept
         ctx.set_materialize_grads(False)
         logprobs = _put(result.logprobs, rows, hidden.shape[0])
         return logprobs, None if result.entropy is None else _put(result.entropy, rows, hidden.shape[0])
@@ -129,23 +128,24 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states and weights, tile by tile, from those of log-probs and entropy ``[n]``."""
         hidden, weight, targets, rows, logsumexp, entropy, of_tiles = ctx.saved_tensors
-        tiles: LogitTiles = ctx.tiles
+        start, valid, temperature, tile, floor = ctx.constants
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         upstream = [None if g is None else (g if rows is None else g[rows]) for g in (grad_logprobs, grad_entropy)]
         active = _active_rows(upstream)
-        if active is None or tiles.valid == 0:
+        if active is None or valid == 0:
             return (grad_hidden, grad_weight, *[None] * 8)
         if active.shape[0] < targets.shape[0]:
-            tiles.forget()
+            ctx.kept.clear()  # it was of all rows
             rows = active if rows is None else rows[active]
             targets, logsumexp, of_tiles = targets[active], logsumexp[active], of_tiles[:, active]
             entropy = None if entropy is None else entropy[active]
             upstream = [None if g is None else g[active] for g in upstream]
+        tiles = LogitTiles(hidden, weight, valid, temperature, tile, kept=ctx.kept)
         scaled = [None if g is None else g.to(logsumexp.dtype) * tiles.scale for g in upstream]
         of_logprobs = torch.zeros_like(logsumexp) if scaled[0] is None else scaled[0]
-        place = tiles.place(targets, ctx.start)
-        gradient = _LogitGradient(of_tiles, logsumexp, place, of_logprobs, entropy, scaled[1], ctx.floor)
+        place = tiles.place(targets, start)
+        gradient = _LogitGradient(of_tiles, logsumexp, place, of_logprobs, entropy, scaled[1], floor)
         _Backward(tiles, gradient).run(hidden, rows, grad_hidden, grad_weight)
         return (grad_hidden, grad_weight, *[None] * 8)
 

@@ -233,7 +233,6 @@ def softmax_gradient(
     logsumexp: Tensor,
     grad_logprobs: Tensor,
     entropy: tuple[Tensor, Tensor] | None = None,
-    scratch: Tensor | None = None,
 ) -> Tensor:
     """Gradient of log-probs (and entropy) in the scaled logits ``x [N, W]`` of one tile, written over ``x``.
 
@@ -246,7 +245,6 @@ def softmax_gradient(
         grad_logprobs: ``[N]`` upstream gradient. Rows whose upstream gradients are all zero get exactly zero, so
             whatever a masked row holds (NaN too) stays without effect.
         entropy: H ``[N]`` and its upstream gradient ``[N]``, or None.
-        scratch: a buffer like ``x``, used when ``entropy`` is given.
     """
     columns, inside = target
     idle = grad_logprobs == 0
@@ -256,7 +254,7 @@ def softmax_gradient(
     else:
         value, grad_value = entropy
         idle = idle & (grad_value == 0)
-        probabilities = torch.exp(x, out=scratch)
+        probabilities = x.exp()
         x.clamp_(min=LOGIT_FLOOR).add_(value.unsqueeze(1)).mul_(-grad_value.unsqueeze(1))
         x.sub_(grad_logprobs.unsqueeze(1)).mul_(probabilities)
     return _finish_gradient(x, columns, inside, grad_logprobs, idle)
