@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mrlhf.megatron.attention import CacheContext
+from mrlhf.megatron.cached_attention import CacheContext
 from mrlhf.megatron.joined import filler_width, passes_of_all
 from mrlhf.megatron.lean import LeanStage
 from mrlhf.megatron.model import SelectRequest

@@ -26,7 +26,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mrlhf.megatron.attention import CacheContext, CachedSelfAttention, cached_attention
+from mrlhf.megatron.attention import CachedSelfAttention
+from mrlhf.megatron.cached_attention import CacheContext, cached_attention
 from mrlhf.megatron.cpu_products import Fp32ColumnParallelLinear, Fp32RowParallelLinear, widens
 from mrlhf.megatron.heads import LogprobHead
 from mrlhf.megatron.model import LanguageModelStage
@@ -115,8 +116,14 @@ class _Layer:
         if type(layer.mlp) is MLP and _plain(layer.mlp.linear_fc1, layer.mlp.linear_fc2):
             self.mlp = _Mlp(layer.mlp, group, dtype)
 
-    def __call__(self, x: torch.Tensor, context: CacheContext, rotary: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        """``[T, h] -> [T, h]``."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        context: CacheContext,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        select: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[T, h] -> [T, h]``; with ``select`` ``[n]`` the keys and values of all, and ``[n, h]``."""
         mixed = self.qkv(self.norms[0](x)).view(x.size(0), self.groups, self.queries + 2, -1)
         turned = mixed[:, :, :-1]
         if self.head_norms[0] is not None and self.head_norms[1] is not None:
@@ -125,7 +132,9 @@ class _Layer:
         cos, sin = rotary
         # The two halves of a head change places; the sign of the first one's sine is in the table.
         torch.addcmul(turned * cos, turned.roll(turned.size(-1) // 2, -1), sin, out=mixed[:, :, :-1])
-        x = x + self.proj(cached_attention(mixed[:, :, :-2], mixed[:, :, -2:], context, self.number, self.scale))
+        query, entries = mixed[:, :, :-2], mixed[:, :, -2:]
+        mixed = self.proj(cached_attention(query, entries, context, self.number, self.scale, select))
+        x = (x if select is None else x[select]) + mixed
         return x + self.mlp(self.norms[1](x))
 
 
@@ -169,7 +178,7 @@ class LeanStage:
     def __init__(self, chunk: Any, groups: ProcessGroupCollection) -> None:
         """Take the parts of a stage that `is_known`."""
         group = groups.tp if groups.tp.size() > 1 else None
-        self.chunk = chunk
+        self.chunk, self.whole = chunk, group is None
         self.dtype = torch.float32 if widens(chunk.config.params_dtype) else chunk.config.params_dtype
         self.layers = [_Layer(layer, group, self.dtype) for layer in chunk.decoder.layers]
         self.is_complete = all(isinstance(layer.mlp, _Mlp) for layer in self.layers)
@@ -201,11 +210,12 @@ class LeanStage:
         self, tokens: torch.Tensor, hidden: torch.Tensor | None, context: CacheContext, select: torch.Tensor
     ) -> torch.Tensor:
         """``[T, h]`` for the next stage, on the last logits ``[n, padded vocabulary / TP]`` of ``select``."""
-        x = (self.chunk.embedding.word_embeddings(tokens) if hidden is None else hidden).to(self.dtype)
+        x = (self._embedded(tokens) if hidden is None else hidden).to(self.dtype)
         if context.rotary is None:
             context.rotary = self._rotary(context, x.dtype)
-        for layer in self.layers:
-            x = layer(x, context, context.rotary)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            x = layer(x, context, context.rotary, select if number == last and self._narrows(x, select) else None)
         if self.norm is None:
             return x
         if select.numel() < x.size(0):
@@ -214,6 +224,18 @@ class LeanStage:
         if not self.chunk.post_process:
             return x
         return self.head(x)
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedding = self.chunk.embedding.word_embeddings
+        out: torch.Tensor = F.embedding(tokens, embedding.weight) if self.whole else embedding(tokens)
+        return out
+
+    def _narrows(self, x: torch.Tensor, select: torch.Tensor) -> bool:
+        """Whether the last layer goes on with the tokens of ``select`` alone, once the keys of all are in the cache.
+
+        Experts take all tokens: ranks that share them count on each other's.
+        """
+        return bool(self.chunk.post_process) and self.is_complete and 0 < select.numel() < x.size(0)
 
     def _rotary(self, context: CacheContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of the positions of a pass, ``[T, 1, 1, head_dim]``."""

@@ -13,7 +13,7 @@ import torch
 
 from mrlhf.parallel.products import are_widened, by_onednn
 
-PACK_FROM = 1 << 18
+PACK_FROM = 3 << 16
 """Elements from which a weight is put in order: smaller ones stay in the cache, and calls of oneDNN cost more."""
 
 ROWS = 64

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrlhf.megatron.attention import CacheContext, Segment
+from mrlhf.megatron.cached_attention import CacheContext, Segment
 from mrlhf.megatron.decode import Pipeline, filler_tokens_of_round, round_of_all
 from mrlhf.rollout.draw import Drawing
 from mrlhf.rollout.kv_cache import KVCache
@@ -119,9 +119,11 @@ class Rounds:
         slots: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
+        ends = set(made.select)
         for piece in made.pieces:
             if len(slots) >= steps:
-                segments.append(Segment(len(slots), len(slots) + piece.length, first + piece.slot, piece.position))
+                start, end = len(slots), len(slots) + piece.length
+                segments.append(Segment(start, end, first + piece.slot, piece.position, drawn=end - 1 in ends))
             slots += [first + piece.slot] * piece.length
             positions += range(piece.position, piece.position + piece.length)
         tokens = list(made.tokens)
@@ -136,9 +138,8 @@ class Rounds:
             self._ids(slots),
             self._ids(positions),
             max_sequence_length=self.cache.length,
-            steps=steps,
+            lengths=[position + 1 for position in positions[:steps]],
             segments=segments,
-            longest=max(positions[:steps], default=-1) + 1,
             first_slot=first,
         )
         return Flight(made, self._ids(tokens), context, self._ids(made.select))

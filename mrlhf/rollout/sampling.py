@@ -1,8 +1,8 @@
 """Sampling from vocabulary-sharded logits without gathering them.
 
 Every tensor rank returns the same token, and the token does not depend on how the vocabulary is sharded: the weights
-``exp((x - max) / T)`` of a fixed block of 128 columns are summed in an order that is fixed by element-wise additions,
-and ``floor(sum * 2**34)`` is an integer, so the sums over blocks that decide are exact in float64 and free of order.
+``exp((x - max) / T)`` of a fixed block of 128 columns are summed by themselves, in one order everywhere, and
+``floor(sum * 2**34)`` is an integer, so the sums over blocks that decide are exact in float64 and free of order.
 (Invariance therefore needs shards of whole blocks, which padding the vocabulary to a multiple of ``128 * TP`` gives.)
 """
 
@@ -226,12 +226,15 @@ def _check_rows(top: Tensor) -> None:
 def _block_sums(weights: Tensor) -> Tensor:
     """Sums of 128 columns each in units of ``2**-34``, ``[N, blocks]`` integer-valued float64.
 
-    The order of addition does not depend on the width.
+    The order of addition depends on neither width nor rows: on a CPU torch sums each run of 128 numbers by itself,
+    elsewhere, where that is not promised, additions are element-wise.
     """
     short = -weights.shape[1] % _BLOCK
     if short:
         weights = torch.nn.functional.pad(weights, (0, short))
     sums = weights.view(weights.shape[0], -1, _BLOCK)
+    if sums.device.type == "cpu":
+        return sums.sum(2).double().mul_(_SCALE).floor_()
     while sums.shape[2] > 1:
         half = sums.shape[2] // 2
         sums = sums[..., :half] + sums[..., half:]

@@ -92,16 +92,18 @@ LAYOUTS = {
 }
 
 
-def _cached(path: Path, sizes: dict[str, Any], kv_heads: int, lean: bool) -> Any:
+def _cached(path: Path, sizes: dict[str, Any], kv_heads: int, lean: bool, worth_a_cut: int) -> Any:
     """Logits at the end of each prompt, then after each further token: all rows at once, and one row alone.
 
     The prompts go through in one piece each, and in pieces of two tokens; the further tokens with the slots read in
     place, picked one by one, and in a pass together with a prompt.
     """
-    from mrlhf.megatron.attention import CacheContext, Segment
+    from mrlhf.megatron import cached_attention
+    from mrlhf.megatron.cached_attention import CacheContext, Segment
     from mrlhf.megatron.decode import Pipeline, layer_numbers
     from mrlhf.rollout.kv_cache import KVCache
 
+    cached_attention._WORTH_A_CUT = worth_a_cut
     config, groups, chunks = build(path, sizes, trainable=False)
     slots, longest = len(PROMPTS), 16
     cache = KVCache(
@@ -121,13 +123,13 @@ def _cached(path: Path, sizes: dict[str, Any], kv_heads: int, lean: bool) -> Any
         ends = list(range(len(steps)))
         extra = -(len(tokens) + sum(len(new) for _, new, _ in pieces)) % filler
         for slot, new, start in [*pieces, *([(slots + 1, [0] * extra, 0)] if extra else [])]:
-            segments.append(Segment(len(tokens), len(tokens) + len(new), slot, start))
+            segments.append(Segment(len(tokens), len(tokens) + len(new), slot, start, drawn=slot <= slots))
             tokens, places = tokens + new, places + [slot] * len(new)
             positions += range(start, start + len(new))
             ends += [len(tokens) - 1] if slot <= slots else []
         context = CacheContext(
-            cache, torch.tensor(places), torch.tensor(positions), max_sequence_length=longest, steps=len(steps),
-            segments=segments, longest=max((p for _, _, p in steps), default=0) + 1,
+            cache, torch.tensor(places), torch.tensor(positions), max_sequence_length=longest,
+            segments=segments, lengths=[position + 1 for _, _, position in steps],
             first_slot=0 if [slot for slot, _, _ in steps] == list(range(slots)) else None,
         )  # fmt: skip
         out = None
@@ -171,9 +173,10 @@ def test_cached_logits_equal_full_recomputation(run_ranks: Any, tmp_path: Path, 
         full = [model(torch.tensor([prompt + more])).logits[0] for prompt, more in zip(PROMPTS, CONTINUED, strict=True)]
     expected = [torch.stack([full[i][len(PROMPTS[i]) - 1 + step] for i in range(3)]) for step in (0, 0, 1, 2, 3)]
     expected += [full[1][-1:], expected[-1], expected[0][:1]]
-    # Each rank's stages by themselves and through Megatron's modules.
-    for lean in (True, False):
-        answers = [steps for steps in run_ranks(_cached, world, path, sizes, kv_heads, lean) if steps is not None]
+    # Each rank's stages by themselves, all slots read at once or in runs, and through Megatron's modules.
+    for lean, worth_a_cut in ((True, 1 << 20), (True, 1), (False, 1 << 20)):
+        found = run_ranks(_cached, world, path, sizes, kv_heads, lean, worth_a_cut)
+        answers = [steps for steps in found if steps is not None]
         assert len(answers) == world // sizes.get("pipeline_model_parallel_size", 1)
         for steps in answers:
             for logits, right in zip(steps, expected, strict=True):

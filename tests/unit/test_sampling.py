@@ -212,3 +212,21 @@ def test_logprobs_are_of_the_whole_distribution(params: SamplingParams) -> None:
     assert torch.equal(tokens, sample_tokens(logits, grid(50), params, group=None, vocab_size=2900))
     table = (logits[:, :2900].double() / (params.temperature or 1.0)).log_softmax(1)
     torch.testing.assert_close(logprobs, table.gather(1, tokens[:, None])[:, 0].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (1, 49_152), (3, 1000), (16, 8192), (64, 32_768), (2, 300)])
+def test_the_sum_of_a_block_depends_on_nothing_but_its_numbers(threads: int, rows: int, columns: int) -> None:
+    """Else a token would depend on how the vocabulary is sharded, on the rows beside it, or on the threads."""
+    weights = torch.rand(rows, columns, generator=torch.Generator().manual_seed(columns)).pow(8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        sums = sampling._block_sums(weights)
+        for row in range(0, rows, max(rows // 5, 1)):
+            alone = [sampling._block_sums(block[None]) for block in weights[row].split(128)]
+            assert torch.equal(torch.cat(alone, 1).squeeze(0), sums[row])
+        shards = [sampling._block_sums(part) for part in weights.split(max(columns // 256 * 128, 128), 1)]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.cat(shards, 1), sums)
