@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,7 @@ from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from mrlhf.megatron.cpu_products import attention
 
 _WORTH_A_CUT = 1 << 20
-"""Bytes of keys and values that one more call must save; it costs what reading about so many takes on a CPU."""
+"""Bytes of keys and values that a cut must save: one more call takes about 50 us on a CPU."""
 
 
 class LayerCache(Protocol):
@@ -32,14 +31,14 @@ class Segment:
         end: place after the last.
         slot: of the sequence.
         position: of the first token in its sequence; the tokens before it are in the cache already.
-        drawn: whether the logits after its last token are wanted.
+        wanted: whether the logits after its last token are.
     """
 
     start: int
     end: int
     slot: int
     position: int
-    drawn: bool = False
+    wanted: bool
 
     @property
     def length(self) -> int:
@@ -139,30 +138,33 @@ class CacheContext(BaseInferenceContext):
         return self._reach_of_heads
 
     def runs(self, bytes_per_token: int) -> list[tuple[int, int, int]]:
-        """The first ``steps`` tokens in runs `alike` in length, by the bytes of a token's keys and values."""
+        """The first ``steps`` tokens cut by `runs_alike`; a token has the same bytes of keys and values in all layers."""
         if self._runs is None:
-            self._runs = alike(self.lengths, _WORTH_A_CUT // bytes_per_token)
+            self._runs = runs_alike(self.lengths, _WORTH_A_CUT // bytes_per_token)
         return self._runs
 
-    def narrowed(self, select: torch.Tensor) -> CacheContext:
-        """This pass with nothing but the tokens whose logits are wanted, once all others are in the cache.
+    def ends(self, select: torch.Tensor) -> CacheContext:
+        """The last tokens of the segments that are ``wanted``, each a step, once all others are in the cache.
 
         Args:
-            select: ``[n]`` int64, their places: the first ``steps`` tokens and the last ones of segments that are
-                ``drawn``.
+            select: ``[n]`` int64 in rising order, the places of the first ``steps`` tokens and of these.
+
+        Raises:
+            ValueError: the segments do not say what ``select`` says.
         """
-        ends = [segment for segment in self.segments if segment.drawn]
-        first = self.first_slot
-        if first is not None and [s.slot for s in ends] != list(range(first + self.steps, first + select.numel())):
-            first = None
+        ends = [segment for segment in self.segments if segment.wanted]
+        if self.steps + len(ends) != select.numel():
+            raise ValueError(f"{select.numel()} logits are wanted after {self.steps} steps and {len(ends)} segments")
+        slots = [segment.slot for segment in ends]
+        places = select[self.steps :]
         return CacheContext(
             self.cache,
-            self.slots[select],
-            self.positions[select],
+            self.slots[places],
+            self.positions[places],
             max_sequence_length=self.max_sequence_length,
-            lengths=[*self.lengths, *(segment.position + segment.length for segment in ends)],
+            lengths=[segment.position + segment.length for segment in ends],
             segments=(),
-            first_slot=first,
+            first_slot=slots[0] if slots and slots == list(range(slots[0], slots[0] + len(slots))) else None,
         )
 
     def mask(self, segment: Segment) -> torch.Tensor:
@@ -175,8 +177,10 @@ class CacheContext(BaseInferenceContext):
         return self._masks[key]
 
 
-def alike(lengths: Sequence[int], least: int) -> list[tuple[int, int, int]]:
+def runs_alike(lengths: Sequence[int], least: int) -> list[tuple[int, int, int]]:
     """Cut sequences into runs, so that each run is as long as its own longest and not as the longest of all.
+
+    Time and again the run that saves most is cut out, as long as that is worth the cuts.
 
     Args:
         lengths: of the sequences, in order.
@@ -188,16 +192,30 @@ def alike(lengths: Sequence[int], least: int) -> list[tuple[int, int, int]]:
     count, longest = len(lengths), max(lengths, default=0)
     if not count:
         return []
-    before, behind = list(accumulate(lengths, max)), list(accumulate(reversed(lengths), max))
-    saved = [
-        at * (longest - before[at - 1]) + (count - at) * (longest - behind[count - at - 1]) for at in range(1, count)
-    ]
-    most = max(saved, default=0)
-    if most < max(least, 1):
+    saved, start, end = _largest_gap(lengths, longest)
+    cuts = (start > 0) + (end < count)
+    if saved < max(cuts * least, 1):
         return [(0, count, longest)]
-    cut = saved.index(most) + 1
-    right = [(start + cut, end + cut, size) for start, end, size in alike(lengths[cut:], least)]
-    return [*alike(lengths[:cut], least), *right]
+    runs = []
+    for first, behind in ((0, start), (start, end), (end, count)):
+        for begin, stop, size in runs_alike(lengths[first:behind], least):
+            runs.append((first + begin, first + stop, size))
+    return runs
+
+
+def _largest_gap(lengths: Sequence[int], longest: int) -> tuple[int, int, int]:
+    """The most tokens that a run of its own saves, its first sequence and the one behind its last.
+
+    This is the largest rectangle in the histogram of what the sequences are shorter than the longest.
+    """
+    best, rising = (0, 0, 0), list[tuple[int, int]]()
+    for place, length in enumerate((*lengths, longest)):
+        start, missing = place, longest - length
+        while rising and rising[-1][1] >= missing:
+            start, height = rising.pop()
+            best = max(best, ((place - start) * height, start, place))
+        rising.append((start, missing))
+    return best
 
 
 def cached_attention(
@@ -216,7 +234,7 @@ def cached_attention(
         context: the pass.
         layer_number: global, from 1.
         scale: of the scores; None for ``head_dim ** -0.5``.
-        select: ``[n]`` places of the tokens that attend, as for `CacheContext.narrowed`; None for all.
+        select: ``[n]`` places of the tokens that attend, as for `CacheContext.ends`; None for all.
 
     Returns:
         ``[T, heads / TP * head_dim]``, or ``[n, heads / TP * head_dim]``.
@@ -224,11 +242,14 @@ def cached_attention(
     cache = context.cache.layer(layer_number)
     size = cache.size(-1)
     cache.view(-1, size).index_copy_(0, context.rows(cache), entries.reshape(-1, size).to(cache.dtype))
-    if select is not None:
-        return _step(query[select], cache, context.narrowed(select), scale)
     parts = []
     if context.steps:
         parts.append(_step(query[: context.steps], cache, context, scale))
+    if select is not None:
+        ends = context.ends(select)
+        if ends.steps:
+            parts.append(_step(query[select[context.steps :]], cache, ends, scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     for run in _prompts_alike(context.segments):
         parts.append(_prompts(query, entries, run, cache, context, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -252,7 +273,7 @@ def _step(query: torch.Tensor, cache: torch.Tensor, context: CacheContext, scale
 def _products(
     query: torch.Tensor, cache: torch.Tensor, first: int, context: CacheContext, scale: float | None
 ) -> torch.Tensor:
-    """The same as two batched products: on a CPU faster than the fused kernel, which is made for many queries."""
+    """The same as two batched products a run: on a CPU faster than the fused kernel, which is made for many queries."""
     heads, size = cache.size(2), cache.size(-1)
     slots = cache.view(2, -1, cache.size(3), size)[:, first * heads : (first + context.steps) * heads]
     q = query.to(cache.dtype).reshape(slots.size(1), -1, size)

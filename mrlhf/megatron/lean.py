@@ -123,7 +123,7 @@ class _Layer:
         rotary: tuple[torch.Tensor, torch.Tensor],
         select: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[T, h] -> [T, h]``; with ``select`` ``[n]`` the keys and values of all, and ``[n, h]``."""
+        """``[T, h] -> [T, h]``; with ``select`` ``[n]`` all keys and values are cached and ``[n, h]`` returned."""
         mixed = self.qkv(self.norms[0](x)).view(x.size(0), self.groups, self.queries + 2, -1)
         turned = mixed[:, :, :-1]
         if self.head_norms[0] is not None and self.head_norms[1] is not None:
@@ -133,8 +133,8 @@ class _Layer:
         # The two halves of a head change places; the sign of the first one's sine is in the table.
         torch.addcmul(turned * cos, turned.roll(turned.size(-1) // 2, -1), sin, out=mixed[:, :, :-1])
         query, entries = mixed[:, :, :-2], mixed[:, :, -2:]
-        mixed = self.proj(cached_attention(query, entries, context, self.number, self.scale, select))
-        x = (x if select is None else x[select]) + mixed
+        attended = cached_attention(query, entries, context, self.number, self.scale, select)
+        x = (x if select is None else x[select]) + self.proj(attended)
         return x + self.mlp(self.norms[1](x))
 
 
@@ -178,7 +178,7 @@ class LeanStage:
     def __init__(self, chunk: Any, groups: ProcessGroupCollection) -> None:
         """Take the parts of a stage that `is_known`."""
         group = groups.tp if groups.tp.size() > 1 else None
-        self.chunk, self.whole = chunk, group is None
+        self.chunk, self.unsharded = chunk, group is None
         self.dtype = torch.float32 if widens(chunk.config.params_dtype) else chunk.config.params_dtype
         self.layers = [_Layer(layer, group, self.dtype) for layer in chunk.decoder.layers]
         self.is_complete = all(isinstance(layer.mlp, _Mlp) for layer in self.layers)
@@ -227,13 +227,13 @@ class LeanStage:
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         embedding = self.chunk.embedding.word_embeddings
-        out: torch.Tensor = F.embedding(tokens, embedding.weight) if self.whole else embedding(tokens)
+        out: torch.Tensor = F.embedding(tokens, embedding.weight) if self.unsharded else embedding(tokens)
         return out
 
     def _narrows(self, x: torch.Tensor, select: torch.Tensor) -> bool:
         """Whether the last layer goes on with the tokens of ``select`` alone, once the keys of all are in the cache.
 
-        Experts take all tokens: ranks that share them count on each other's.
+        A stage with a module of Megatron's in it makes its passes whole.
         """
         return bool(self.chunk.post_process) and self.is_complete and 0 < select.numel() < x.size(0)
 

@@ -123,13 +123,13 @@ class Rounds:
         for piece in made.pieces:
             if len(slots) >= steps:
                 start, end = len(slots), len(slots) + piece.length
-                segments.append(Segment(start, end, first + piece.slot, piece.position, drawn=end - 1 in ends))
+                segments.append(Segment(start, end, first + piece.slot, piece.position, wanted=end - 1 in ends))
             slots += [first + piece.slot] * piece.length
             positions += range(piece.position, piece.position + piece.length)
         tokens = list(made.tokens)
         filling = -len(tokens) % self.multiple or (0 if tokens else self.filler)
         if filling:
-            segments.append(Segment(len(tokens), len(tokens) + filling, self.cache.scratch, 0))
+            segments.append(Segment(len(tokens), len(tokens) + filling, self.cache.scratch, 0, wanted=False))
             tokens += [0] * filling
             slots += [self.cache.scratch] * filling
             positions += range(filling)

@@ -1,7 +1,7 @@
 """Sampling from vocabulary-sharded logits without gathering them.
 
 Every tensor rank returns the same token, and the token does not depend on how the vocabulary is sharded: the weights
-``exp((x - max) / T)`` of a fixed block of 128 columns are summed by themselves, in one order everywhere, and
+``exp((x - max) / T)`` of a fixed block of 128 columns are summed by themselves, by the rank that has them, and
 ``floor(sum * 2**34)`` is an integer, so the sums over blocks that decide are exact in float64 and free of order.
 (Invariance therefore needs shards of whole blocks, which padding the vocabulary to a multiple of ``128 * TP`` gives.)
 """
@@ -226,8 +226,8 @@ def _check_rows(top: Tensor) -> None:
 def _block_sums(weights: Tensor) -> Tensor:
     """Sums of 128 columns each in units of ``2**-34``, ``[N, blocks]`` integer-valued float64.
 
-    The order of addition depends on neither width nor rows: on a CPU torch sums each run of 128 numbers by itself,
-    elsewhere, where that is not promised, additions are element-wise.
+    The order of addition depends on neither width nor rows: torch's CPU kernel sums each run of 128 numbers by itself
+    (in an order of the processor's kind; a test watches over it), elsewhere additions are element-wise.
     """
     short = -weights.shape[1] % _BLOCK
     if short:

@@ -107,7 +107,7 @@ def _cached(path: Path, sizes: dict[str, Any], kv_heads: int, lean: bool, worth_
     config, groups, chunks = build(path, sizes, trainable=False)
     slots, longest = len(PROMPTS), 16
     cache = KVCache(
-        layer_numbers(chunks), slots + 1, longest, kv_heads // groups.tp.size(), config.head_dim,
+        layer_numbers(chunks), slots + 3, longest, kv_heads // groups.tp.size(), config.head_dim,
         dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     # What no token has written must not matter.
@@ -115,18 +115,27 @@ def _cached(path: Path, sizes: dict[str, Any], kv_heads: int, lean: bool, worth_
     filler = groups.tp.size() if chunks[0].config.sequence_parallel else 1
     pipeline = Pipeline(chunks, groups, lean=lean)
     assert all((part is not None) == (lean and filler == 1) for part in pipeline._lean)
+    rows: list[int] = []
+    if pipeline.is_last(len(chunks) - 1) and pipeline._lean[-1] is not None:
+        _record_rows(pipeline._lean[-1].layers[-1], rows)
 
-    def run(steps: list[tuple[int, int, int]], pieces: list[tuple[int, list[int], int]]) -> torch.Tensor | None:
-        """A pass of single tokens ``(slot, token, position)`` and of pieces ``(slot, tokens, position)``."""
+    def run(
+        steps: list[tuple[int, int, int]], pieces: list[tuple[int, list[int], int]], unwanted: int = slots + 1
+    ) -> torch.Tensor | None:
+        """A pass of single tokens ``(slot, token, position)`` and of pieces ``(slot, tokens, position)``.
+
+        Logits come after all of these but the piece in the slot ``unwanted``.
+        """
         tokens, places = [token for _, token, _ in steps], [slot for slot, _, _ in steps]
         positions, segments = [position for _, _, position in steps], []
         ends = list(range(len(steps)))
         extra = -(len(tokens) + sum(len(new) for _, new, _ in pieces)) % filler
         for slot, new, start in [*pieces, *([(slots + 1, [0] * extra, 0)] if extra else [])]:
-            segments.append(Segment(len(tokens), len(tokens) + len(new), slot, start, drawn=slot <= slots))
+            wanted = slot not in (unwanted, slots + 1)
+            segments.append(Segment(len(tokens), len(tokens) + len(new), slot, start, wanted))
             tokens, places = tokens + new, places + [slot] * len(new)
             positions += range(start, start + len(new))
-            ends += [len(tokens) - 1] if slot <= slots else []
+            ends += [len(tokens) - 1] if wanted else []
         context = CacheContext(
             cache, torch.tensor(places), torch.tensor(positions), max_sequence_length=longest,
             segments=segments, lengths=[position + 1 for _, _, position in steps],
@@ -160,7 +169,24 @@ def _cached(path: Path, sizes: dict[str, Any], kv_heads: int, lean: bool, worth_
         mixed = run([further(i, 2) for i in range(slots)], [(slots, PROMPTS[0], 0)])
         steps.append(None if mixed is None else mixed[:slots])
         steps.append(None if mixed is None else mixed[slots:])
+        # The beginning of a prompt whose logits nobody wants lies between the two.
+        pieces = [(slots, PROMPTS[1][:3], 0), (slots + 2, PROMPTS[0], 0)]
+        steps.append(run([further(i, 2) for i in range(slots)], pieces, unwanted=slots))
+    # The last layer computes no more than what is asked for: 3 prompts, 7 pieces, 5 passes of single tokens and others.
+    assert rows in ([], [3, *[1] * 7, 3, 3, 3, 1, 4, 4])
+    assert bool(rows) == (steps[0] is not None and lean and filler == 1)
     return steps if steps[0] is not None else None
+
+
+def _record_rows(layer: Any, rows: list[int]) -> None:
+    mlp = layer.mlp
+
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        rows.append(x.size(0))
+        out: torch.Tensor = mlp(x)
+        return out
+
+    layer.mlp = recorded
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -172,7 +198,7 @@ def test_cached_logits_equal_full_recomputation(run_ranks: Any, tmp_path: Path, 
     with torch.no_grad():
         full = [model(torch.tensor([prompt + more])).logits[0] for prompt, more in zip(PROMPTS, CONTINUED, strict=True)]
     expected = [torch.stack([full[i][len(PROMPTS[i]) - 1 + step] for i in range(3)]) for step in (0, 0, 1, 2, 3)]
-    expected += [full[1][-1:], expected[-1], expected[0][:1]]
+    expected += [full[1][-1:], expected[-1], expected[0][:1], torch.cat((expected[-1], expected[0][:1]))]
     # Each rank's stages by themselves, all slots read at once or in runs, and through Megatron's modules.
     for lean, worth_a_cut in ((True, 1 << 20), (True, 1), (False, 1 << 20)):
         found = run_ranks(_cached, world, path, sizes, kv_heads, lean, worth_a_cut)

@@ -230,3 +230,5 @@ def test_the_sum_of_a_block_depends_on_nothing_but_its_numbers(threads: int, row
     finally:
         torch.set_num_threads(before)
     assert torch.equal(torch.cat(shards, 1), sums)
+    expected = weights.double().sum(1) * 2.0**34
+    torch.testing.assert_close(sums.sum(1), expected, rtol=1e-6, atol=0)
