@@ -138,7 +138,7 @@ class CacheContext(BaseInferenceContext):
         return self._reach_of_heads
 
     def runs(self, bytes_per_token: int) -> list[tuple[int, int, int]]:
-        """The first ``steps`` tokens cut by `runs_alike`; ``bytes_per_token``: of keys and values, the same in all layers."""
+        """The first ``steps`` tokens cut by `runs_alike`, by the bytes of keys and values (the same in all layers)."""
         if self._runs is None:
             self._runs = runs_alike(self.lengths, _WORTH_A_CUT // bytes_per_token)
         return self._runs
