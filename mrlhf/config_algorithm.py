@@ -26,7 +26,9 @@ class PPOAlgorithmConfig(Section):
     minibatch_size: PositiveInt = Field(description="rows of one optimizer step, over all ranks")
     micro_batch_size: PositiveInt = Field(1, description="rows of one forward and backward pass on one rank")
     micro_batch_tokens: PositiveInt | None = Field(
-        None, description="tokens of one forward and backward pass, padding included, instead of a number of rows"
+        None,
+        description="tokens of one forward and backward pass, padding included, instead of micro_batch_size rows; a "
+        "longer row is passed alone",
     )
     packing: bool = Field(
         False,

@@ -30,6 +30,7 @@ def cache_problems(
     max_response_length: int,
     *,
     element_bytes: int,
+    longest_prompt: int | None = None,
 ) -> list[str]:
     """What is wrong with ``rollout.kv_cache_memory``: a row of each pipeline stage and one more must fit.
 
@@ -39,11 +40,12 @@ def cache_problems(
         models: architectures by role.
         max_response_length: of the longest response.
         element_bytes: of a key or value; those of the run's dtype, or 4 where generation computes in fp32.
+        longest_prompt: in tokens; None before the prompts are read, for what ``data.max_prompt_length`` says.
     """
     limit, model, sizes = config.rollout.kv_cache_memory, models.get("actor"), config.sizes_of("actor", world_size)
     if limit is None or model is None:
         return []
-    tokens = (config.data.max_prompt_length or 1) + max_response_length
+    tokens = (longest_prompt or config.data.max_prompt_length or 1) + max_response_length
     each = bytes_per_row(model, sizes, tokens=tokens, element_bytes=element_bytes)
     rows = sizes.pipeline_model_parallel_size + 1
     if each * rows <= limit * 2**30:

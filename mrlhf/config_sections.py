@@ -137,7 +137,9 @@ class InferenceConfig(Section):
 
     micro_batch_size: PositiveInt = Field(8, description="rows of one forward pass on one rank")
     micro_batch_tokens: PositiveInt | None = Field(
-        None, description="tokens of one forward pass, padding included, instead of a number of rows"
+        None,
+        description="tokens of one forward pass, padding included, instead of micro_batch_size rows; a longer row is "
+        "passed alone",
     )
     packing: bool = Field(
         False, description="lay the rows of a micro-batch one after the other without padding; changes speed only"

@@ -87,6 +87,7 @@ def build_trainer(config: PPOConfig) -> PPOTrainer | CriticTrainer:
     functions = reward_functions(config)
     dataset = read_dataset(config, tokenizer, models.values())
     held_out = read_held_out(config, tokenizer, models.values()) if config.trainer.eval_interval else None
+    jobs.check_cache(config, models, dataset, config.rollout.max_response_length, held_out=held_out)
     check_fields(functions, dataset, *([held_out] if held_out else []))
     texts = read_texts(config, tokenizer, models["actor"]) if config.ptx.path is not None else None
     check_output(config)

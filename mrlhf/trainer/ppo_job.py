@@ -11,9 +11,11 @@ import torch
 from mrlhf.checkpoint.convert import stand_by_load
 from mrlhf.checkpoint.hf import read_head
 from mrlhf.config import check_run, layout_problems
+from mrlhf.config_cache import cache_problems
 from mrlhf.config_rewards import RewardModelSource
 from mrlhf.config_schema import PPOConfig
 from mrlhf.config_sections import AdamConfig
+from mrlhf.data.prompts import PromptDataset
 from mrlhf.errors import ConfigError, join_problems
 from mrlhf.megatron.optimizer import Trainable
 from mrlhf.model_config import ModelConfig
@@ -24,6 +26,7 @@ from mrlhf.roles.model import RoleModel
 from mrlhf.roles.policy import PolicyModel
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward import RewardModel
+from mrlhf.trainer.inputs import response_limit
 from mrlhf.trainer.job import Job, join, load_model, make_trainable, read_architectures
 from mrlhf.trainer.precision import cache_element_bytes, precision_problems
 
@@ -113,6 +116,38 @@ def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_re
             raise ConfigError(join_problems("these sizes cannot work together:", problems))
     _check_precision(config, models, env, trained=())
     return env
+
+
+def check_cache(
+    config: PPOConfig,
+    models: dict[str, ModelConfig],
+    dataset: PromptDataset,
+    max_response_length: int,
+    *,
+    held_out: PromptDataset | None = None,
+    trained: Collection[str] = TRAINED,
+) -> None:
+    """Check ``rollout.kv_cache_memory`` again, now that the longest prompts are known.
+
+    Args:
+        config: of the run.
+        models: architectures by role.
+        dataset: prompts of responses of ``max_response_length``.
+        max_response_length: in tokens.
+        held_out: prompts of evaluations during training.
+        trained: roles that are.
+
+    Raises:
+        ConfigError: it does not hold the rows that generation needs at least.
+    """
+    world_size, each = detect_launch(os.environ).world_size, cache_element_bytes(config, models, trained=trained)
+    for prompts, limit in ((dataset, max_response_length), (held_out, response_limit(config))):
+        longest = 0 if prompts is None else max((len(prompt.ids) for prompt in prompts.prompts), default=0)
+        if not longest:
+            continue
+        problems = cache_problems(config, world_size, models, limit, element_bytes=each, longest_prompt=longest)
+        if problems:
+            raise ConfigError(join_problems("these sizes cannot work together:", problems))
 
 
 def build_actor(job: PPOJob) -> Actor:

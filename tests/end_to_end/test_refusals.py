@@ -146,6 +146,21 @@ def test_d11_overlong_prompt(refuse: Any, tiny_job: TinyJob) -> None:
     _says(message, f"{tiny_job.prompts}:1: the prompt has", "data.max_prompt_length is 20", "drop or keep_last")
 
 
+@pytest.mark.parametrize("section", ["data", "evaluation"])
+def test_a_cache_too_small_for_the_longest_prompt(refuse: Any, tiny_job: TinyJob, tmp_path: Path, section: str) -> None:
+    """Without a limit of its own a prompt is as long as it is, which is known when the prompts are read."""
+    short, both = tmp_path / "short.jsonl", 2 * 256
+    short.write_text('{"prompt": "a"}\n' * 8)
+    settings = ["data.max_prompt_length=null", "trainer.eval_interval=1", f"{section}.prompts={tiny_job.prompts}"]
+    settings.append(f"{'evaluation' if section == 'data' else 'data'}.prompts={short}")
+    # Keys and values of a token are 256 bytes, two rows of 12 tokens too few for any of the job's own prompts.
+    message = refuse(*settings, f"rollout.kv_cache_memory={both * 12 / 2**30}")
+    _says(message, "rollout.kv_cache_memory", "does not hold 2 rows", "lower data.max_prompt_length")
+    advice = message.split("set it to ")[1].split()[0]
+    with pytest.raises(AssertionError, match="process group"):
+        refuse(*settings, f"rollout.kv_cache_memory={advice}")
+
+
 def test_end_ids_outside_the_vocabulary(refuse: Any) -> None:
     _says(
         refuse("rollout.stop_token_ids=[7,5000]"), "rollout.stop_token_ids: [5000] are outside the actor's vocabulary"
