@@ -157,10 +157,13 @@ def both(inputs: Path, output: Path, overrides: list[str]) -> Any:
     from mrlhf.cli_plan import read_models
     from mrlhf.dryrun.results import Lengths
     from mrlhf.dryrun.walk import walk_rank
+    from mrlhf.parallel.products import chosen
 
     config = configured(inputs, output, overrides)
     rank, world = dist.get_rank(), dist.get_world_size()
-    real = real_iteration(config)
+    # A dry run is about GPUs, which multiply 16-bit numbers themselves, whatever this processor does.
+    with chosen("native"):
+        real = real_iteration(config)
     dist.barrier()
     dist.destroy_process_group()
     walk = walk_rank(config, read_models(config), rank, world, Lengths(PROMPT, RESPONSE))

@@ -96,7 +96,8 @@ def test_training_goes_on_with_local_parts(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, timeout=300, cwd=root,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    # What 16-bit products are computed in is a matter of the processor.
+    lines = [line.replace(", bf16 products: in fp32", "") for line in done.stdout.splitlines() if line.strip()]
     local = "layers: local, attention: sdpa, norm: torch, optimizer: torch Adam, fp8: "
     assert [line for line in lines if line.startswith("layers")] == [
         local + "off",
