@@ -245,13 +245,10 @@ def cached_attention(
     parts = []
     if context.steps:
         parts.append(_step(query[: context.steps], cache, context, scale))
-    if select is not None:
-        ends = context.ends(select)
-        if ends.steps:
-            parts.append(_step(query[select[context.steps :]], cache, ends, scale))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-    for run in _prompts_alike(context.segments):
-        parts.append(_prompts(query, entries, run, cache, context, scale))
+    if select is None:
+        parts += [_prompts(query, entries, run, cache, context, scale) for run in _prompts_alike(context.segments)]
+    elif (ends := context.ends(select)).steps:
+        parts.append(_step(query[select[context.steps :]], cache, ends, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

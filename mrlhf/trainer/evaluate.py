@@ -44,7 +44,7 @@ def run(config: EvalConfig) -> None:
     check_vocabulary(config, tokenizer, models["actor"].vocab_size)
     functions = reward_functions(config)
     dataset = read_held_out(config, tokenizer, models.values())
-    jobs.check_cache(config, models, dataset, response_limit(config), trained=())
+    jobs.check_cache(config, models, env, dataset, response_limit(config), trained=())
     check_fields(functions, dataset)
     job = jobs.join(config, models, env)
     scorer = Scorer(jobs.build_reward_models(job), functions, tokenizer, job.groups.replica, job.groups.intra_dist_opt)

@@ -47,7 +47,7 @@ def run(config: GenerateConfig, *, prompts: Path, output: Path) -> None:
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, model.vocab_size)
     dataset = read_dataset(config, tokenizer, [model])
-    jobs.check_cache(config, models, dataset, config.rollout.max_response_length, trained=())
+    jobs.check_cache(config, models, env, dataset, config.rollout.max_response_length, trained=())
     job = jobs.join(config, models, env)
     actor = jobs.build_policy(job)
     per_prompt = config.rollout.samples_per_prompt

@@ -81,13 +81,13 @@ def build_trainer(config: PPOConfig) -> PPOTrainer | CriticTrainer:
     """
     models = jobs.read_models(config)
     # Before the prompts are encoded, which can take minutes.
-    jobs.check_job(config, models)
+    env = jobs.check_job(config, models)
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer.chat_template)
     check_vocabulary(config, tokenizer, models["actor"].vocab_size)
     functions = reward_functions(config)
     dataset = read_dataset(config, tokenizer, models.values())
     held_out = read_held_out(config, tokenizer, models.values()) if config.trainer.eval_interval else None
-    jobs.check_cache(config, models, dataset, config.rollout.max_response_length, held_out=held_out)
+    jobs.check_cache(config, models, env, dataset, config.rollout.max_response_length, held_out=held_out)
     check_fields(functions, dataset, *([held_out] if held_out else []))
     texts = read_texts(config, tokenizer, models["actor"]) if config.ptx.path is not None else None
     check_output(config)

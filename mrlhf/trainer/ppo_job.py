@@ -121,6 +121,7 @@ def check_inference(config: PPOConfig, models: dict[str, ModelConfig], *, max_re
 def check_cache(
     config: PPOConfig,
     models: dict[str, ModelConfig],
+    env: LaunchEnv,
     dataset: PromptDataset,
     max_response_length: int,
     *,
@@ -132,6 +133,7 @@ def check_cache(
     Args:
         config: of the run.
         models: architectures by role.
+        env: from `check_job` or `check_inference`.
         dataset: prompts of responses of ``max_response_length``.
         max_response_length: in tokens.
         held_out: prompts of evaluations during training.
@@ -140,12 +142,12 @@ def check_cache(
     Raises:
         ConfigError: it does not hold the rows that generation needs at least.
     """
-    world_size, each = detect_launch(os.environ).world_size, cache_element_bytes(config, models, trained=trained)
+    each = cache_element_bytes(config, models, trained=trained)
     for prompts, limit in ((dataset, max_response_length), (held_out, response_limit(config))):
         longest = 0 if prompts is None else max((len(prompt.ids) for prompt in prompts.prompts), default=0)
         if not longest:
             continue
-        problems = cache_problems(config, world_size, models, limit, element_bytes=each, longest_prompt=longest)
+        problems = cache_problems(config, env.world_size, models, limit, element_bytes=each, longest_prompt=longest)
         if problems:
             raise ConfigError(join_problems("these sizes cannot work together:", problems))
 
